@@ -50,8 +50,8 @@ class Account:
     """Fields of the recovery event; None if no state was lost."""
     effective: float | None
     """Effective training time ratio so far: the time of all committed iterations, each counted once, over the time
-    since the first iteration began, as far as the coordinator knows: it hears of the first commit with a delay. None
-    before the first commit."""
+    since the first one began. It may be slightly too high, because the coordinator hears of the first commit with a
+    delay. None before the first commit."""
     kept: str
     """Text that says for how many survivors the state was compared with the newest snapshot: in whole, in part, or not
     at all."""
@@ -64,7 +64,7 @@ class Account:
     survivors: str = ""
     """Text that says how many ranks kept their state, and for how many of these the state was compared with digests."""
     earlier: Sequence[str] = ()
-    """Texts like ``failures`` on earlier failures, if this failure interrupted the recovery from them."""
+    """Texts on earlier failures, in the form of ``failures``; empty unless this failure interrupted a recovery."""
     first_failed_at: float | None = None
     """Time of the first of the failures in ``earlier``; None if there are none."""
     leaving: Mapping[str, float] = field(default_factory=dict)

@@ -55,7 +55,8 @@ class Figure:
     def tag(self) -> str | None:
         """Name (tag) of the figure in TensorBoard; None if TensorBoard does not show the figure.
 
-        For a counter with a field, TensorBoard shows the amount that each iteration adds to the counter.
+        If a counter has a field in ``metrics.jsonl``, TensorBoard shows the field: what an iteration adds to the
+        counter, or, if :attr:`is_sum` is True, the counter itself.
         """
         return f"moevement/{self.field or self.name}" if self.is_in_tensorboard else None
 
@@ -200,9 +201,9 @@ class Sample:
 
 @dataclass
 class RunFigures:
-    """Values of the figures of one run. The caller passes each line of ``metrics.jsonl`` and ``events.jsonl`` once.
+    """Values of the figures of one run, computed from the lines of ``metrics.jsonl`` and ``events.jsonl``.
 
-    It passes the lines of a file in the file's order.
+    The caller passes each line once, and the lines of a file in their order.
     """
 
     line: dict[str, Any] = field(default_factory=dict)
@@ -303,7 +304,7 @@ class RunFigures:
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yield the tag and the value of each figure that TensorBoard shows.
 
-        For a figure with a field, the value is that of the newest line, even if the figure is a counter.
+        If a figure has a field in ``metrics.jsonl``, the value is the field in the newest line, even for a counter.
         """
         for figure in FIGURES:
             if figure.tag and figure.field and (value := _number(self.line.get(figure.field))) is not None:
