@@ -19,7 +19,7 @@ from moevement_core.util.file_modes import opener
 MOST_BYTES = 64 << 20
 """Size in bytes at which a log file is rotated; the rotated file ``NAME.1`` has about the same size."""
 KEPT_ENDED = 64
-"""Number of processes, of those that ended last, whose log files are kept; those of other ended ones are deleted."""
+"""Number of ended processes whose log files are kept. If more have ended, the files of the earliest are deleted."""
 EVERY_S = 5.0
 """Seconds between two checks of the log files."""
 

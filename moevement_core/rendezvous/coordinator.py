@@ -552,8 +552,8 @@ class Coordinator:
     def _replace_suspect(self) -> bool:
         """Replace a process that computed NaN or infinity, or stop the job.
 
-        Only one process is replaced at each failure. If all ranks that computed NaN or infinity already have replaced
-        processes, the method stops the job; the message names the batch and the model as possible causes.
+        Only one process is replaced at each failure. If the processes of all ranks that computed NaN or infinity were
+        replaced before, the method stops the job; the message names the batch and the model as possible causes.
 
         Returns:
             True if the method has replaced a process or stopped the job.

@@ -36,8 +36,8 @@ class LeaseClient:
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
-        started_by: ``NODE/NUMBER`` if the coordinator's command has started this supervisor: the node, and how often
-            the coordinator has started the command there (:data:`~moevement_core.util.environment.START_ENV`). Else
+        started_by: ``NODE/NUMBER`` if a command of the coordinator has started this supervisor: the node, and how often
+            the coordinator has run a command for the node (:data:`~moevement_core.util.environment.START_ENV`); else
             empty. From this name, the coordinator knows which nodes have connected supervisors.
     """
 

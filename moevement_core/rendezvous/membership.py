@@ -131,7 +131,7 @@ class Membership:
     def hears(self, node: str, but: int) -> bool:
         """Return True if ``node`` is not lost: a member on it other than ``but`` shows signs of life.
 
-        Such a member has a connected supervisor, and its lease was renewed within the last third of a lease time.
+        Such a member has a connected supervisor, and its lease was renewed less than a third of the lease time ago.
         """
         others = [member for member, info in self.alive.items() if info.node == node and member != but]
         return any(not self._is_silent(member) and member not in self._disconnected for member in others)

@@ -59,7 +59,7 @@ class SignedStore:
         self.base, self._token, self._timeout_s = base, token, timeout_s
         self._store = dist.PrefixStore(prefix_of(token), base)
         self._written: dict[str, str] = {}
-        """Signed values of this process, by key. It restores a value that another process changes or deletes."""
+        """Signed values of this process, by key. If another process changes or deletes one, the writer restores it."""
         self._adopted: dict[str, str] = {}
         """Signed values that other processes wrote, and that this process restores, too, by key."""
         self._to_check: list[str] = []

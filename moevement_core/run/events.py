@@ -157,14 +157,16 @@ class Planned(_Plain):
     strategy: str
     """Value of ``--moevement-strategy``."""
     copied_bytes: float
-    """Bytes per iteration that the rank copies from its device to the host, as a mean over a window."""
+    """Bytes per iteration that the rank which writes the event copies from its device to the host, as a mean over a
+    window."""
     replicated_bytes: float
-    """Bytes per iteration that the rank sends to all peers together, as a mean over a window."""
+    """Bytes per iteration that the rank which writes the event sends to all its peers together, as a mean over a
+    window."""
     memory_bytes: int | None
-    """Bytes of host memory for snapshots of this rank, for copies or parity of other ranks' snapshots, and for the
-    boundary log; None without a memory cap."""
+    """Bytes of host memory for the snapshots of the rank which writes the event, for its copies or parity of other
+    ranks' snapshots, and for its boundary log; None without a memory cap."""
     memory_limit_bytes: float | None
-    """Bytes of host memory that the rank may use; None without a cap."""
+    """Bytes of host memory that the rank which writes the event may use; None without a cap."""
     expected_rollback: float
     """Iterations of work that a failure at a random moment costs on average, if the lag is 0: the iterations that a
     stage executes again, and half an iteration, because the failure interrupts an iteration half way on average."""
