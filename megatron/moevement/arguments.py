@@ -105,7 +105,7 @@ def _allow_fp8_masters(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class CpuDefault:
-    """Default for a machine without a GPU, which replaces a default of Megatron that needs one."""
+    """Default of a flag on a machine without a GPU, where Megatron's own default would need a GPU."""
 
     flags: str
     dest: str
@@ -190,11 +190,11 @@ def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
 
 
 def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
-    """Return a ``_get_field_docstrings`` that parses each configuration class once in a process and its forks.
+    """Return a ``_get_field_docstrings`` that remembers its results, so that it parses each class only once.
 
     Megatron takes the help text of a flag from the source of the class that declares the flag, and parses that source
     whenever it builds a parser. Parsing takes 0.4 s of processor time in each rank. Ranks and spares that are forked
-    after :func:`read_field_docstrings` do not parse.
+    after :func:`read_field_docstrings` inherit the results and do not parse.
     """
     known: dict[type, dict[str, str]] = {}
 

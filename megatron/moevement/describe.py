@@ -192,7 +192,7 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
 
 
 def _sends(stage: int, args: Namespace) -> int:
-    """Return the number of boundary tensors that a rank of ``stage`` sends for a micro-batch."""
+    """Return the number of tensors that a rank of ``stage`` sends to other stages for one micro-batch."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     forward = chunks - (stage == args.pipeline_model_parallel_size - 1)
     backward = chunks - (stage == 0)

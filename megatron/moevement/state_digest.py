@@ -103,7 +103,7 @@ def _groups(member: Any) -> list[dict[str, Any]]:
 
 
 def _master_weights(member: Any) -> list[list[Any]]:
-    """Return the tensors that the optimizer updates: FP32 copies of weights, shards of them, or FP32 weights."""
+    """Return the tensors that the optimizer updates: FP32 copies of weights (or shards of them), or FP32 weights."""
     return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 

@@ -141,13 +141,13 @@ def _clear(timers: Any) -> None:
 
 
 def _elapsed(timers: Any, name: str) -> float:
-    """Return the seconds of a timer since the last call; 0 for a timer that this run does not have."""
+    """Return the seconds that a timer has counted, and reset the timer; 0 if this run has no such timer."""
     return float(timers._timers[name].elapsed(reset=True)) if name in timers._timers else 0.0
 
 
 @contextmanager
 def _layers(model: Any, sizes: dict[str, Any]) -> Iterator[None]:
-    """Record what the transformer layers keep in memory during one micro-batch.
+    """Record what a transformer layer keeps in memory for a micro-batch, in a ``with`` block that trains.
 
     Args:
         model: this rank's virtual stages.

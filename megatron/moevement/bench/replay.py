@@ -25,7 +25,7 @@ from moevement_core.trainer import observer as observers
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
-"""Number of iterations to train before all measurements; these iterations count the popularity of operators."""
+"""Number of iterations to train before the measurements; from their routing follows how popular experts are."""
 
 
 @dataclass

@@ -18,8 +18,8 @@ def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Calla
     """Return a wrapper of ``build_pretraining_data_loader`` whose loaders do not use the default generator.
 
     Whenever a loader opens an iterator, it draws a seed for its workers. On a machine without a GPU, dropout uses
-    torch's default generator. If loaders drew from it too, dropout would depend on them: only tensor-parallel rank 0
-    has a loader, and a recovery opens more iterators.
+    torch's default generator. If loaders drew from it too, dropout would differ between tensor-parallel ranks, because
+    only the first of them has a loader. It would also change after a recovery, which opens further iterators.
 
     The wrapper also delays the start of workers for validation and test sets until the first evaluation. Otherwise
     every recovery would start these workers, because it enters training again.
@@ -66,9 +66,9 @@ class _Late(Iterator[Any]):
 def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper of ``build_train_valid_test_data_loaders`` whose loaders start at the job's consumed samples.
 
-    If a job continues and has consumed no validation samples, Megatron takes the zero for a number that an old
-    checkpoint lacks, and guesses the number from the iteration. To prevent this, the wrapper sets the iteration to 0
-    during the call.
+    If a job continues after a failure and has not validated yet, its number of consumed validation samples is 0.
+    Megatron takes this 0 for a number that an old checkpoint lacks, and guesses the number from the iteration. To
+    prevent this, the wrapper sets the iteration to 0 during the call.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,10 +56,10 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
 
 
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``rng`` with this rank's present state of the generator for expert weights; ``rng`` itself without slots.
+    """Return ``rng``; with expert slots, return it with this rank's present state of the generator for expert weights.
 
-    Expert-parallel ranks have different states of this generator, so the state in ``rng``, from another rank, does not
-    apply. Megatron draws from the generator only when it builds a model.
+    The random states in ``rng`` are from another rank. Expert-parallel ranks have different states of this generator,
+    so the other rank's state does not apply here. Megatron draws from the generator only when it builds a model.
     """
     from megatron.core import tensor_parallel
 

@@ -74,7 +74,10 @@ class RoutedLoads:
             dispatcher.routed = None
 
     def now(self) -> dict[int, list[int]]:
-        """Return the token counts by layer, as a list with one count for each expert. The call waits for the device."""
+        """Return how many tokens each expert received since the last check of the loads, by layer.
+
+        The call waits for the device.
+        """
         return {layer: tokens.tolist() for layer, tokens in self._committed.items()}
 
     def regroup_if_uneven(self, committed: int) -> None:

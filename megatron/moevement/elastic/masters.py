@@ -18,7 +18,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``sharded_state_dict`` that stores FP32 master weights in dictionaries, by group and position."""
+    """Return a ``sharded_state_dict`` that stores FP32 master weights by parameter group and position in the group."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,7 @@ def prepare_from_snapshots(
     """Plan a recovery from the snapshots of all ranks, and send every rank the state that it needs. Collective.
 
     Args:
-        kept_snapshots: snapshots that this rank has, by formation of the job.
+        kept_snapshots: snapshots that this rank has, grouped by the :class:`Formation` in which they were captured.
         states: live tensors of this rank's operators, which the function does not change.
         optimizer: Megatron's optimizer.
         stand: position of this rank in the resized job.
@@ -159,9 +159,9 @@ def _agree(
 def _plan(
     kept_snapshots: Sequence[FormationSnapshots], usable: Mapping[Formation, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Holding]]:
-    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank has to send.
+    """Return the plan that reaches the newest iteration, and the snapshots that this rank has to send for it.
 
-    Collective. A plan uses the snapshots of a single formation.
+    Collective. A plan uses the snapshots of a single formation, which is also returned.
     """
     gathered = all_gather_objects(
         [(held.formation, held.own, tuple(usable[held.formation])) for held in kept_snapshots],
@@ -200,7 +200,10 @@ def _plan(
 
 
 class _Recut:
-    """Maker of the snapshots that this rank would have captured, from snapshots of an old formation."""
+    """Maker of this rank's snapshots from those of an old formation.
+
+    They are the snapshots that this rank would have captured if the job had always had its present size.
+    """
 
     def __init__(
         self,

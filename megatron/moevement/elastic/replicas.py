@@ -136,7 +136,7 @@ def _first_slots(table: Table) -> dict[int, tuple[int, int]]:
 
 
 def _slots_owned_by(table: Table, owner: dict[int, tuple[int, int]], rank: int, target: int) -> list[int]:
-    """Return the slots of ``rank`` whose expert has its first replica on ``target``; empty if both are one rank."""
+    """Return the slots of ``rank`` whose expert has its first replica on rank ``target``; empty if they are equal."""
     if rank == target:
         return []
     return [slot for slot, expert in enumerate(table[rank]) if owner[expert][0] == target]

@@ -54,7 +54,8 @@ class Slots:
 
         Args:
             stage: stage of this rank.
-            others: all other stages of the job.
+            others: all other stages of the job. Stages with equally many ranks on the same nodes place their experts
+                on nodes alike, so that the job survives more losses of nodes.
         """
         self.tables = tables_of(stage, others, self.of_rank, self.floor)
 

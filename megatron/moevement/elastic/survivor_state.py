@@ -1,4 +1,4 @@
-"""State that a survivor brings into a resized job, without the model of the old job."""
+"""State that a survivor of an elastic job keeps in host memory, without a model, and brings into the resized job."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SurvivorState:
     Each loss is a tensor of two numbers: the sum over this rank's micro-batches, and the number of tokens.
     """
     kept_snapshots: Sequence[FormationSnapshots] = ()
-    """Snapshots that this rank captured or keeps for peers, by formation of the job.
+    """Snapshots that this rank captured or keeps for peers: one entry for each set of ranks that the job had.
 
-    Snapshots of earlier formations are included until a window of the latest formation is persisted.
+    Snapshots from before the last change of ranks are included until the job has persisted a window after it.
     """
 
     def live(self, iteration: int) -> Sequence[Piece]:

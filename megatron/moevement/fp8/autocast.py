@@ -70,7 +70,7 @@ class Region:
         self._tapes: list[deque[Call]] = []
 
     def call(self, scales: DelayedScales | None) -> Call:
-        """Return the :class:`Call` of the next matrix product; in a recomputation, that of the first forward pass."""
+        """Return the :class:`Call` of the next matrix product; a recomputation gets the objects of the first pass."""
         if self._again is not None:
             call = self._again.popleft()
         else:
@@ -113,7 +113,7 @@ class Region:
 
 
 _regions: list[Region] = []
-"""Open regions, the innermost last. One thread runs all passes and recomputations."""
+"""Open regions, the innermost last. A list for the process suffices, because one thread runs all passes."""
 
 
 def forget() -> None:

@@ -46,11 +46,11 @@ class DelayedScales(torch.nn.Module):
         return self
 
     def record(self, role: Role, matrix: torch.Tensor) -> None:
-        """Add the amax of ``matrix`` to the history of this role."""
+        """Add the amax of ``matrix`` to the history of ``role``. Inside :func:`remaking`, do nothing."""
         self.count(role, formats.amax_of(matrix))
 
     def count(self, role: Role, amax: torch.Tensor) -> None:
-        """Add ``amax`` to the history of this role. Inside :func:`remaking`, do nothing."""
+        """Add ``amax`` to the history of ``role``. Inside :func:`remaking`, do nothing."""
         if not _remaking:
             place = self.amax_history[0, role]
             place.copy_(torch.maximum(place, amax.view(())))

@@ -116,7 +116,7 @@ class CommittedOptimizer(Commit):
         self._replace(step, last=REDUCTIONS[2] if clips else REDUCTIONS[1])
 
     def _replace(self, step: Callable[[], Any], last: str) -> None:
-        """Replace the optimizer's step and its reductions; ``last`` is the reduction after which the update begins."""
+        """Wrap the optimizer's step and reductions; ``last`` names the reduction after which the update begins."""
 
         def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
             @functools.wraps(original)
@@ -142,7 +142,7 @@ class CommittedOptimizer(Commit):
     def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
         """Return a wrapper of a reduction that asks :attr:`mode` for the result.
 
-        After the last reduction of a step, the wrapper also begins the update section.
+        After the last reduction of a step, the wrapper also begins the update section, which no restart interrupts.
         """
 
         @functools.wraps(original)
@@ -170,9 +170,9 @@ class CommittedOptimizer(Commit):
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
         """Return a ``count_zeros`` that, inside the update section, returns a count from before the section.
 
-        The count needs a reduction, and no rank may wait for another inside the section. But Megatron counts there,
-        after it clips gradients. So this class counts before the section. The result differs from Megatron's count only
-        if clipping rounds a gradient down to zero.
+        The update section runs from the last reduction to the end of the update, and no rank may wait for another in
+        it. Counting needs a reduction, but Megatron counts in the section, after it clips gradients. So this class
+        counts before the section. The result differs from Megatron's count only if clipping rounds a gradient to zero.
         """
 
         @functools.wraps(original)
@@ -198,7 +198,8 @@ class CommittedOptimizer(Commit):
     def _replace_copies(self) -> None:
         """Move the computation of FP8 weights out of the update section, to the gather of parameters.
 
-        The computation waits for other ranks, because it reduces the weights' scales over all replicas.
+        In the update section no rank may wait for another. The computation waits, because it reduces the weights'
+        scales over all replicas.
         """
         for member in self._gathering():
             if weights.is_quantised(member):
@@ -302,10 +303,10 @@ class CommittedOptimizer(Commit):
 
     @override
     def interrupted(self) -> None:
-        """Go back to normal steps with gathers, and leave the update section, if an interruption left them changed.
+        """Reset what an interrupted step may leave: an open update section, another mode, and deferred gathers.
 
-        Otherwise, steps of a replay would stay in the old update section forever, in which no restart may interrupt
-        the rank. With gathers still deferred, a replay would train on weights that were not gathered.
+        Without the reset, steps of a replay would stay forever in the old update section, in which no restart may
+        interrupt the rank. With gathers still deferred, a replay would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -313,7 +314,10 @@ class CommittedOptimizer(Commit):
 
     @override
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """Execute and commit the update of an iteration with the outcome of another rank, without a gather."""
+        """Execute and commit the update of ``iteration``, which another rank has executed; gather no parameters.
+
+        ``outcome`` has the results of the step's reductions on that rank, and ``common`` its loss scalers.
+        """
         for member, state in zip(members(self._optimizer), common["loss_scalers"], strict=True):
             if state:
                 member.grad_scaler.load_state_dict(_copied(state))
@@ -347,8 +351,8 @@ def norm_spans_job(optimizer: Any, world: int) -> bool:
     """Return True if every rank of the job contributes to every norm of a step.
 
     A rank that has such a norm knows that all ranks have reached the commit point. Without the distributed optimizer,
-    only the ranks of a model replica contribute; with several instances of this optimizer, only the ranks of an
-    instance.
+    only the ranks of a model replica contribute. With several instances of the distributed optimizer, only the ranks of
+    one instance contribute.
     """
     groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
     return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)

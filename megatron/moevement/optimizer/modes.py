@@ -120,7 +120,7 @@ class Replay(Train):
         self.frozen: frozenset[str] = frozenset()
         """Operators that are not updated."""
         self.outcome: Outcome | None = None
-        """Outcome of the original step; None if the replay computes the results of the reductions itself."""
+        """Outcome of the original step; None if Megatron executes the reductions in the replay."""
 
     @override
     def prepare_grads(self, original: Callable[[], bool]) -> bool:

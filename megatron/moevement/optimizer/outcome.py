@@ -94,7 +94,8 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
     """Restore the step counts that :func:`step_counts` returned.
 
-    Each later step adds 1 to all counts, also to those of groups whose operators are frozen.
+    A replay need not correct the counts afterwards: each step adds 1 to all of them, also for groups whose operators
+    are frozen.
     """
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for inner_optimizer, of_groups in zip(inner, counts, strict=True):

@@ -76,7 +76,9 @@ class Restore:
 
     @torch.no_grad()
     def gather_replicas(self) -> None:
-        """Send the range of the full state that each replica loaded to all replicas, and gather compute weights.
+        """Exchange ranges of the full state so that each replica has all of it, and gather compute weights.
+
+        Each replica sends the range that it has loaded.
 
         Collective over the ranks of the stage. Survivors take part, and their state does not change.
         """

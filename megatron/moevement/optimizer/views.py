@@ -38,7 +38,7 @@ class Part:
     state: dict[str, torch.Tensor]
     """Master weights and optimizer state of this range, flat."""
     master: torch.Tensor | None = None
-    """Tensor that Adam updates for this range, in the tensor's own shape; None if Adam does not train the parameter."""
+    """Tensor that Adam updates for this range, not flattened; None if Adam does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
     """State of the whole parameter, flat, if every data-parallel rank has it; empty with the distributed optimizer."""
 
@@ -81,7 +81,7 @@ class OperatorViews:
 
 
 Whose = Callable[[Any], int]
-"""Function that takes a group of data-parallel ranks, and returns the index of the rank whose part is viewed."""
+"""Function that chooses the rank whose part of the state is viewed: from a data-parallel group to an index in it."""
 
 
 def _own(group: Any) -> int:
@@ -160,8 +160,8 @@ def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
 def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str) -> Iterator[StateTensor]:
     """Yield the view of the gradient buffer that has the reduced gradient of a range.
 
-    The optimizer unscales and clips FP32 gradients in this buffer. It copies gradients of other dtypes before that, so
-    the buffer keeps them as the reduction left them.
+    The optimizer unscales and clips FP32 gradients in this buffer. Of gradients of other dtypes, it unscales and clips
+    a copy, so the buffer keeps them as the reduction left them.
     """
     buffer = getattr(parameter, "main_grad", None)
     if buffer is not None:
@@ -204,7 +204,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
     """Return a function that maps a parameter to the part of it that a rank owns; to None if the rank owns no part.
 
-    The rank is this rank; if all data-parallel ranks have the whole parameter, it is the rank that ``whose`` chooses.
+    If all data-parallel ranks have the whole parameter, ``whose`` chooses the rank. Otherwise, it is this rank.
     """
     parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
@@ -261,7 +261,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
 
 
 def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """Yield each parameter with the range that the rank of ``whose`` owns, without the distributed optimizer."""
+    """Yield each parameter of a non-distributed optimizer, with the range of the rank that ``whose`` chooses."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
         for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
@@ -279,7 +279,10 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
-    """Return the range that the rank of ``whose`` saves, of a parameter that all data-parallel ranks have whole."""
+    """Return the range of a parameter that one rank saves; ``whose`` chooses the rank.
+
+    All data-parallel ranks have the whole parameter.
+    """
     group = _replicas_of(parameter)
     return range_of(parameter.numel(), whose(group), group.size())
 

@@ -50,9 +50,9 @@ def copy_masters(member: Any) -> None:
 
 
 def _write_weights(inner: Any) -> None:
-    """Compute weights from the master weights that Adam keeps in its state.
+    """Set compute weights to the values of the master weights that Adam keeps in its state.
 
-    If Adam keeps only the lower 16 bits of master weights, the weights are the upper 16 bits and need no computation.
+    If Adam keeps only the lower 16 bits of master weights, compute weights are the upper 16 bits and stay as they are.
     """
     for group in inner.param_groups:
         for weight in group["params"]:

@@ -187,9 +187,10 @@ def _drop_queued_nodes() -> None:
     """Drop the nodes that an interrupted backward pass left in the thread's queue, with the graph they keep.
 
     The engine executes the nodes in the queue in the order of sequence numbers, the highest first, until the current
-    pass is complete (torch 2.13, ``torch/csrc/autograd/engine.cpp``). A pass of a new graph would be complete before it
-    reached the old nodes. A pass over the first graph has the lowest numbers, so it executes all old nodes first. The
-    queues of devices need no such pass, because each has its own thread that empties it.
+    pass is complete (torch 2.13, ``torch/csrc/autograd/engine.cpp``). A pass over a new graph would be complete before
+    it reached the old nodes. So this function runs a pass over :data:`_FIRST`, a graph with the lowest numbers: the
+    engine executes all old nodes before that graph's. The queues of devices need no such pass, because each has its own
+    thread that empties it.
     """
     _FIRST.backward(retain_graph=True)
 

@@ -99,7 +99,7 @@ class Process:
         self.rejected_at = 0
         """Newest iteration in which this process rejected a result, with ``--rerun-mode disabled``."""
         self.transient_failures = 0
-        """Number of times that non-finite values began on this rank, and a second pass gave another result."""
+        """Number of non-finite results that began on this rank, and for which a second pass gave another result."""
 
     def start_over(self) -> Job:
         """Free the memory of this process's :class:`Job`, and make a new empty one in its place."""

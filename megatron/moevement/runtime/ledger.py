@@ -104,9 +104,9 @@ class Ledger:
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
         """Return two numbers for each loss: the sum over this rank's micro-batches, and the number of their tokens.
 
-        The two numbers are a tensor on the host.
-        The result is None in three cases: the last iteration that this rank executed is not ``iteration``, the rank has
-        no losses, or Megatron's schedule returned means instead of sums, as it does for old scripts.
+        The two numbers of a loss are one tensor, on the host. The result is None in three cases: the last iteration
+        that this rank executed is not ``iteration``, the rank has no losses, or Megatron's schedule returned means
+        instead of sums, as it does for old scripts.
         """
         ran, micro_batches = self.micro_batch_losses
         if ran != iteration or not micro_batches:

@@ -16,11 +16,11 @@ from moevement_core.trainer.binding import Replicas
 def replica_digests(live: Live) -> list[Replicas]:
     """Return digests of this rank's compute weights: of dense weights, of its experts together, and of single experts.
 
-    A single expert has a digest only if expert slots hold several replicas of it.
-    Each digest comes with the data-parallel ranks that must have an equal digest. The function does not communicate. It
-    reads all compute weights and waits for the device. With the distributed optimizer, weights come from a gather, so
-    the digests also show whether the gather gave all ranks equal weights. Weights of tensor-parallel ranks are not
-    compared, although those of norms and routers are equal.
+    A single expert has a digest only if expert slots hold several replicas of it. Each digest comes with the
+    data-parallel ranks that must have an equal digest. The function does not communicate. It reads all compute weights
+    and waits for the device. With the distributed optimizer, weights come from a gather, so the digests also show
+    whether the gather gave all ranks equal weights. Weights of tensor-parallel ranks are not compared, although those
+    of norms and routers are equal.
     """
     from megatron.core import parallel_state
 

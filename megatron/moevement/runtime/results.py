@@ -30,7 +30,7 @@ from moevement_core.restart.generation import generation, waiting_for_others
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 NEVER = 1 << 30
-"""Position of a rank whose results are all finite."""
+"""Result of :func:`_place` on a rank whose values are all finite; greater than any position."""
 _GRADIENTS = "bucket"
 """Word that is in the messages of Megatron's gradient checks, and not in those of its loss checks."""
 TRANSIENT = 2

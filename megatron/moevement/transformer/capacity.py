@@ -55,7 +55,7 @@ class _Room:
 
 
 _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
-"""Extra capacity of the experts of the router that now runs on this thread; None if its experts have none."""
+"""Extra capacity for the router that now runs on this thread; None if all of its experts have normal capacity."""
 
 
 class RouterRoom:
@@ -71,7 +71,7 @@ class RouterRoom:
         self.paused = False
         """True while this object counts no tokens, as in a replay."""
         self.tokens_of_run = None
-        """Number of tokens of the whole run; unknown here, because only tokens in extra capacity are counted."""
+        """Number of tokens that a router assigns in the run; None, because this object counts only extra tokens."""
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []
