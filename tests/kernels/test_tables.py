@@ -92,6 +92,6 @@ def test_a_table_is_what_was_asked(copied: list[list[int]]) -> None:
     assert tiles.offsets([2, 0, 3], cpu).tolist() == [0, 2, 2, 5]
     weight = torch.zeros(4, 4)
     assert tiles.addresses("weight", [weight, None], cpu).tolist() == [weight.data_ptr(), 0]
-    with pytest.raises(ValueError, match=rf"\bgradient 1\b.*{weight.data_ptr() + 4:#x}.*\b16\b"):
+    with pytest.raises(ValueError, match=rf"\bexpert 1\b.*{weight.data_ptr() + 4:#x}.*\b16\b"):
         tiles.addresses("gradient", [weight, weight.view(-1)[1:]], cpu)
     assert np.array_equal(tiles.addresses("inverse scale", [weight.view(-1)[1:]], cpu, 4), [weight.data_ptr() + 4])
