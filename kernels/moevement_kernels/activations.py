@@ -9,7 +9,7 @@ import torch
 
 
 class Activation(StrEnum):
-    """Functions between the two weights of an expert.
+    """Activation functions, which an expert applies between its two weight matrices.
 
     A gated function activates the first half of its input, and multiplies the result by the second half.
     """
@@ -23,7 +23,7 @@ class Activation(StrEnum):
 
     @property
     def is_gated(self) -> bool:
-        """True if the activation is gated, so that the first weight has 2F rows."""
+        """True if the activation is gated, so that the first weight has twice the rows of a plain expert."""
         return self in (Activation.SWIGLU, Activation.GEGLU)
 
 

@@ -15,7 +15,7 @@ class Backend(StrEnum):
     REFERENCE = "reference"
     TRITON = "triton"
     CUDA = "cuda"
-    """Triton, with the grouped input gradient in CUDA C++ for compute capability 9.0."""
+    """Triton, except that GPUs of compute capability 9.0 compute the grouped input gradient in CUDA C++."""
 
 
 _selected = Backend.TRITON
@@ -50,7 +50,7 @@ def has_kernels(tensor: torch.Tensor) -> bool:
 def why_reference() -> str | None:
     """Return the reason why this process cannot run kernels; None if it can.
 
-    A process without kernels runs the reference in PyTorch. The selected backend does not count as a reason.
+    Such a process runs the reference in PyTorch. The result does not depend on which backend is selected.
     """
     if find_spec("triton") is None:
         return "Triton is not installed"

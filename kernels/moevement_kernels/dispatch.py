@@ -20,13 +20,13 @@ class SlotTable(NamedTuple):
     """Slots of a layer in the order of ranks, as int64 tensors. There are S slots on N ranks."""
 
     expert: torch.Tensor
-    """Expert in each slot, ``[S]``."""
+    """Expert in each of the S slots, ``[S]``."""
     rank: torch.Tensor
-    """Rank on which each slot is, ``[S]``."""
+    """Rank on which each of the S slots is, ``[S]``."""
     ordinal: torch.Tensor
-    """Index of each slot among the slots with the same rank and expert, ``[S]``."""
+    """Index of each of the S slots among the slots with the same rank and expert, ``[S]``."""
     replicas: torch.Tensor
-    """Number of replicas of each expert on each rank, ``[E, N]``."""
+    """Number of replicas of each of E experts on each of N ranks, ``[E, N]``."""
 
     @staticmethod
     def of(slots: list[list[int]], experts: int, device: torch.device | str = "cpu") -> SlotTable:
@@ -53,7 +53,7 @@ class SlotTable(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Range of tokens that each slot gets, int64 ``[S]``.
+    """Range of the tokens of one rank that each of S slots gets: first token and end, int64 ``[S]``.
 
     The tokens that one rank routes to one expert are numbered from 0, in the order of the batch.
     """
@@ -66,7 +66,7 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
     """Return the range of tokens that each slot gets from one rank. All ranks use the same ``tokens``.
 
     Args:
-        tokens: tokens routed to each expert on each rank, int64 ``[N, E]``.
+        tokens: tokens that each of N ranks routes to each of E experts, int64 ``[N, E]``.
         table: slots of the layer.
         rank: rank that sends the tokens.
     """
@@ -86,7 +86,7 @@ BLOCK = 1 << 20
 
 
 def _in_proportion(left: torch.Tensor, free: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the number of tokens of each expert that one rank sends to each rank, ``[E, N]``.
+    """Return the number of tokens of each of E experts that one rank sends to each of N ranks, ``[E, N]``.
 
     The rank divides its tokens in proportion to ``free``, and rounds each part down. Rounding leaves tokens over at
     senders, and room at receivers. The first tokens left over fill the first room, both in the order of ranks. So ranks
@@ -113,7 +113,7 @@ def _in_proportion(left: torch.Tensor, free: torch.Tensor, rank: int) -> torch.T
 
 
 def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of each expert each rank computes, ``[E, N]``.
+    """Return how many tokens of each of E experts each of N ranks computes, ``[E, N]``.
 
     The replicas of an expert divide its tokens evenly. If a remainder is left, the first replicas compute one more.
     """
@@ -124,10 +124,10 @@ def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
 
 
 def to_slots(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> torch.Tensor:
-    """Return the map of tokens to slots, bool ``[T, S]``. A token gets one slot of each expert that it is routed to.
+    """Return the map of T tokens to S slots, bool ``[T, S]``. A token gets one slot of each expert it is routed to.
 
     Args:
-        routing_map: True where a token is routed to an expert, bool ``[T, E]``.
+        routing_map: True where a token is routed to an expert, one of E, bool ``[T, E]``.
         table: slots of the layer.
         shares_: result of :func:`shares` for this rank.
     """

@@ -95,7 +95,9 @@ def weight_gradient(
     accumulate: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Write the gradients of W1 and W2 into FP32 tensors, or add them to the tensors.
+    """Write the gradients of the weights W1 and W2 into FP32 tensors, or add them to the tensors.
+
+    :mod:`moevement_kernels` explains the letters in shapes.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.

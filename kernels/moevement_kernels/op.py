@@ -49,7 +49,7 @@ def _input_gradient(
     w2: Sequence[Tensor],
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the input gradient; the last result is ``a`` (activations times probabilities) of active experts."""
+    """Compute the fields of :class:`reference.InputGradient`: ``dx``, ``dp``, ``dh``, and ``a`` of active experts."""
     are_active = [expert in active for expert in range(len(counts))]
     gradients = launch.input_gradient(
         dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind), are_active
@@ -84,7 +84,7 @@ def _weight_gradient(
     into2: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
-    """Compute the weight gradients of the experts ``active``; ``into1`` and ``into2`` have a tensor for each."""
+    """Compute the weight gradients of the experts ``active``; ``into1`` and ``into2`` have a tensor for each one."""
     first: list[Tensor | None] = [None] * len(counts)
     second: list[Tensor | None] = [None] * len(counts)
     for expert, target1, target2 in zip(active, into1, into2, strict=True):
@@ -156,7 +156,8 @@ def grouped_mlp(
     """Return the experts' outputs for tokens that are sorted by expert, ``[T, H]`` in the dtype of ``x``.
 
     Weights that require no gradient belong to frozen experts. If all other weights set ``fuse_weight_gradient``, the
-    backward pass adds their gradients to their FP32 ``main_grad``.
+    backward pass adds their gradients to their FP32 ``main_grad``. :mod:`moevement_kernels` explains the letters in
+    shapes.
 
     Args:
         x: tokens ``[T, H]``, BF16, FP16 or FP32.
@@ -173,7 +174,7 @@ def grouped_mlp(
 
 
 def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: Activation, element: int) -> int:
-    """Return the bytes of activations that one call of the MLP keeps for its backward pass, without probabilities.
+    """Return the bytes of activations that one call of the MLP keeps for its backward pass; probabilities do not count.
 
     Args:
         tokens: number of tokens, T.

@@ -7,7 +7,7 @@
 The backward pass, given dy:
 
     da = dy W2                      never rounded
-    dp = sum over F of da * act(h)
+    dp = sum of da * act(h)         over the hidden size of an expert
     dh = da * p * act'(h)           kept in the tokens' dtype
     dx = dh W1
     dW2 = dy^T a,  dW1 = dh^T x     only for active experts
@@ -32,7 +32,7 @@ class Forward(NamedTuple):
     y: torch.Tensor
     """Outputs, ``[T, H]``."""
     h: torch.Tensor
-    """Values before the activation, ``[T, G]``, which the backward pass needs."""
+    """Values before the activation, which the backward pass needs: a row of G values for each of T tokens."""
 
 
 class InputGradient(NamedTuple):
@@ -43,15 +43,18 @@ class InputGradient(NamedTuple):
     dp: torch.Tensor
     """Gradient of the probabilities, FP32 ``[T]``."""
     dh: torch.Tensor
-    """Gradient of h, ``[T, G]``, from which the gradient of W1 follows."""
+    """Gradient of h (the values before the activation), from which the gradient of the first weight follows."""
     a: torch.Tensor
-    """Activations times probabilities, ``[tokens of active experts, F]``, from which the gradient of W2 follows."""
+    """Activations times probabilities, from which the gradient of the second weight follows: a row for each token of an
+    active expert."""
 
 
 def forward(
     x: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation
 ) -> Forward:
     """Return the results of the forward pass for tokens that are sorted by expert.
+
+    :mod:`moevement_kernels` explains the letters in shapes.
 
     Args:
         x: tokens ``[T, H]``.
@@ -81,6 +84,8 @@ def input_gradient(
     active: Sequence[bool] | None = None,
 ) -> InputGradient:
     """Return the gradients that the backward pass computes for all experts, frozen or active.
+
+    :mod:`moevement_kernels` explains the letters in shapes.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.
@@ -126,7 +131,9 @@ def weight_gradient(
     counts: Sequence[int],
     active: Sequence[bool],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Return the FP32 gradients of W1 and of W2, by expert; None for each frozen expert.
+    """Return the FP32 gradients of the weights W1 and W2, by expert; None for each frozen expert.
+
+    :mod:`moevement_kernels` explains the letters in shapes.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.

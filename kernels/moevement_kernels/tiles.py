@@ -29,7 +29,7 @@ that depend on token counts must stay from the forward pass of a micro-batch to 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of the work of a Triton program: rows and columns of its tile, and inner elements of a step."""
+    """Sizes of the work of a Triton program: rows and columns of its tile, and elements of the sum that a step adds."""
 
     rows: int = 128
     columns: int = 128
@@ -54,7 +54,7 @@ def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Tiles of all experts on the device, int32 ``[tiles]`` each."""
+    """Tiles of all experts: tensors on the device with an int32 number for each tile."""
 
     expert: torch.Tensor
     begin: torch.Tensor
@@ -93,7 +93,7 @@ def _row_tiles(counts: tuple[int, ...], rows: int, device: torch.device, stream:
 
 
 def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the first row of each expert, and the number of all rows, int64 ``[E + 1]`` on ``device``."""
+    """Return the first row of each of E experts, and then the number of all rows, int64 ``[E + 1]`` on ``device``."""
     return _numbers((0, *itertools.accumulate(counts)), device, _stream(device))
 
 
@@ -107,7 +107,7 @@ def counts_of_active(counts: Sequence[int], active: Sequence[bool] | None) -> li
 def addresses(
     what: str, tensors: Sequence[torch.Tensor | None], device: torch.device, multiple: int = 16
 ) -> torch.Tensor:
-    """Return the address of each tensor, int64 ``[E]`` on ``device``; 0 for None.
+    """Return the address of each expert's tensor as int64 on ``device``; 0 for None.
 
     Args:
         what: name of the tensors in the message of an error.

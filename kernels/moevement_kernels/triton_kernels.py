@@ -124,7 +124,7 @@ def up_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``h = x W1^T`` and ``a = act(h) p``.
+    """Compute ``h = x W1^T`` and ``a = act(h) p``; ``reference.py`` explains the letters.
 
     For a gated activation, a program computes the same columns of the gate and of the linear half of h.
     """
@@ -217,7 +217,7 @@ def _through_activation(
     da, h, p_rows, dh, a, rows, a_rows, here, is_active, columns, F,
     KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dh`` and ``a`` for some columns, and return what these columns contribute to the sum ``dp``."""
+    """Store ``dh`` and ``a`` for some columns, and return what these columns add to ``dp``, a sum over columns."""
     G = 2 * F if GATED else F
     inside = here[:, None] & (columns < F)[None, :]
     place = rows[:, None] * G + columns[None, :]
@@ -247,7 +247,8 @@ def hidden_gradient_kernel(
 ):  # fmt: skip
     """Compute ``da = dy W2`` in registers; from ``da`` compute ``dh``, ``a``, and this tile's part of the sum ``dp``.
 
-    ``dp_parts`` is ``[column tiles, T]``. The launcher sums the parts in a fixed order; atomics would add in any order.
+    ``reference.py`` explains the letters. ``dp_parts`` is ``[column tiles, tokens]``. The launcher sums the parts in a
+    fixed order; atomics would add in any order.
     ``a`` has only the rows of active experts. A mask, not a constant, tells whether the expert of a tile is active, so
     frozen and active experts run the same machine code.
     """
@@ -293,7 +294,7 @@ def weight_gradient_kernel(
     left, right, out_at, left_offsets, right_offsets, M, N,
     ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; skip experts whose address is 0."""
+    """Compute ``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; skip experts whose ``out_at`` is 0."""
     expert = tl.program_id(1)
     address = tl.load(out_at + expert)
     if address == 0:

@@ -46,13 +46,14 @@ from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
-"""Assumed bytes per second of device memory in an update: half of the 2 TB/s that NVIDIA states for the A100 80GB."""
+"""Assumed bytes per second that an update reads and writes in device memory: half of what NVIDIA states for the A100
+80GB, 2 TB/s."""
 _MASTER_BYTES = 4
 """Bytes of one element of master weights in FP32, the widest format in a snapshot."""
 INTERRUPTED = 0.5
 """Mean share of an iteration that is done when a failure interrupts it.
 
-The expected rollback includes this share. The number of replayed iterations does not.
+The expected rollback includes this share. Numbers of replayed iterations count only committed iterations.
 """
 DENSE_OVERHEAD = 0.03
 """Largest share of training time that dense checkpoints of CheckFreq may cost, as in MoEvement's section 5.2."""
@@ -68,7 +69,7 @@ class PlanInput:
     iteration_s: float
     kind: WindowKind = WindowKind.ALIGNED
     replicas: int = 2
-    """Number of copies of each snapshot; with parity, number of parity blocks of each parity group."""
+    """Number of copies of each snapshot; with parity, number of parity sums that peers keep of each parity group."""
     window: int | None = None
     """Window W in iterations that the user requires; None: the plan chooses W."""
     period: int | None = None
@@ -81,7 +82,7 @@ class PlanInput:
     recovery: Recovery = Recovery.REPLAY
     """Method of recovery: replay or redo."""
     members: int = 0
-    """Number of members of a parity group; 0: peers keep copies instead of parity."""
+    """Number of ranks of a parity group; parity is a sum over their snapshots. 0: peers keep copies instead."""
     keeps_own_copies: bool = True
     """False if a rank frees its own snapshots once all peers have copies."""
     to_disk: bool = False
@@ -255,9 +256,10 @@ class CheckpointPlan:
         )
 
     def _shortest_period(self, stage: StagePlan) -> int:
-        """Return the shortest period, in iterations, with which copies cost no more time than the overhead cap allows.
+        """Return the fewest iterations from one window's start to the next for which copies cost no more than the cap.
 
-        The result is at most :data:`MOST_PERIOD`, the longest period of a live job, even if copies then cost more.
+        The cap is :attr:`PlanInput.overhead_cap`. The result is at most :data:`MOST_PERIOD`, the limit of a live job,
+        even if copies then cost more than the cap.
         """
         slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
         return math.ceil(min(MOST_PERIOD, slowed_s / (self.inputs.overhead_cap * self._iteration_s)))
@@ -290,7 +292,7 @@ class CheckpointPlan:
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which the sends of a window take longer than the time to the next window; 0 if they keep up."""
+        """Seconds by which the sends of a window last beyond the start of the next window; 0 if they end before it."""
         return max(
             0.0,
             max(sum(stage.budget.send_s(slot) for slot in stage.window.slot_bytes[0]) for stage in self.stages)
@@ -517,7 +519,7 @@ class DensePlan:
     send_s: float
     """Seconds to send a checkpoint to every peer."""
     stall_s: float
-    """Seconds by which one checkpoint delays training: the time of its copy to the host beyond one iteration."""
+    """Seconds by which one checkpoint delays training, because its copy to the host takes longer than an iteration."""
     interval: int
     """Iterations from one checkpoint to the next.
 

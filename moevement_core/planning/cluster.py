@@ -9,10 +9,10 @@ from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE
 
 GB = 1e9
 ASSUMED_SHARE = 0.4
-"""Fraction of a node's network bandwidth that copies are assumed to get without a measurement; training gets the rest.
+"""Fraction of a node's network bandwidth that a plan assumes for copies to peers if nobody has measured it.
 
-With about this fraction, planning reproduces the windows that MoEvement publishes for its A100 cluster
-(docs/windows.md).
+Training gets the rest. With about this fraction, planning reproduces the windows that MoEvement publishes for its A100
+cluster (docs/windows.md).
 """
 
 

@@ -32,7 +32,7 @@ class OperatorShape:
 
 
 class Part(NamedTuple):
-    """Part of one tensor whose optimizer state one rank holds."""
+    """Part of one tensor: the elements of which one rank holds the optimizer state."""
 
     operator: int
     """Index of the operator in its stage."""
@@ -50,9 +50,9 @@ class StageShape:
     """Number of tensors that a rank sends to neighbouring stages for each micro-batch, in the forward and backward
     passes of all its chunks together."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """Parts of tensors whose optimizer state each rank holds, in the order of ranks. The key True is for jobs that
-    keep weights in FP8. Their parts differ, because FP8 weights have separate buffers. The key False is for all other
-    jobs. Only Megatron can compute the parts; without Megatron the mapping is empty."""
+    """Parts of tensors of which each rank holds the optimizer state, in the order of ranks. The key True is for jobs
+    that keep weights in FP8: these weights have separate buffers, which changes the parts. The key False is for all
+    other jobs. Only Megatron can compute the parts; without Megatron the mapping is empty."""
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -108,7 +108,7 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """Return the exact bytes of state that each rank of the stage saves; an empty list without :attr:`ranks`."""
+        """Return the exact bytes of state that each rank of the stage saves; an empty list if ``ranks`` is empty."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
@@ -132,8 +132,8 @@ class JobShape:
     expert_parallel: int
     context_parallel: int
     data_parallel: int
-    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). Expert-parallel ranks are among
-    these ranks."""
+    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). Expert-parallel ranks count as
+    data-parallel ranks."""
     micro_batches: int
     """Number of micro-batches of an iteration on each data-parallel rank."""
     boundary_bytes: int

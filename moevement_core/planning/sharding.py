@@ -62,7 +62,8 @@ def equal_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
 
     Args:
         modules: bytes of each non-expert module.
-        experts: bytes of experts that each rank saves in each checkpoint, ``[turns, ranks]``.
+        experts: result of :func:`expert_bytes`: bytes of experts that each rank saves in each checkpoint,
+            ``[turns, ranks]``.
 
     Returns:
         Bytes that each rank saves in each checkpoint, int64 ``[turns, ranks]``.

@@ -127,7 +127,7 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """Tensor-parallel size of experts; 0 for the size of all other layers, ``tensor``."""
+    """Tensor-parallel size of experts; 0: the same as ``tensor``, the tensor-parallel size of all other layers."""
     chunks: int = 1
     """Number of virtual stages of each pipeline stage."""
     layers: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Data-parallel size as Megatron counts it. Expert-parallel ranks are among these ranks."""
+        """Data-parallel size as Megatron counts it. Expert-parallel ranks count as data-parallel ranks."""
         return self.ranks // (self.pipeline * self.tensor * self.context)
 
     @property

@@ -55,7 +55,9 @@ def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> b
 
 
 def run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
-    """Compute ``out = left W``: ``left`` is ``[T, K]``, the weight of each expert ``[K, N]``, and ``out`` ``[T, N]``.
+    """Compute ``out = left W``, where W ``[K, N]`` is the weight of a token's expert.
+
+    For T tokens, ``left`` is ``[T, K]`` and ``out`` is ``[T, N]``.
 
     Raises:
         CudaKernelError: the kernel cannot run, or its check on this device failed.
