@@ -29,7 +29,7 @@ WINDOWS_TRIED = 4
 SIMULATED = 3
 """Number of candidates to simulate for each strategy: those with the best ETTR by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
-"""Intervals between checkpoints to try, each as a factor of the interval that the strategy itself would choose."""
+"""Factors to try: each multiplies the interval between checkpoints that the strategy itself would choose."""
 MONTH_S = 30 * 86400.0
 LOSSY = ("moc", "moetion")
 """Names of strategies that lose updates of experts."""
@@ -136,7 +136,7 @@ class Advice:
     choices: tuple[Choice, ...]
     """Best choice of each exact strategy, the best first; choices that do not fit into host memory come last."""
     by_copies: tuple[Choice, ...]
-    """Best choice that keeps state in memory, for each number of copies in rising order."""
+    """Best choices that keep state in the memory of peers: one for each number of copies, beginning with the fewest."""
 
     @property
     def best(self) -> Choice:
@@ -145,14 +145,14 @@ class Advice:
 
     @property
     def next_best(self) -> Choice | None:
-        """Best choice among the other strategies; None if no other strategy was tried."""
+        """Best choice that has another strategy than :attr:`best`; None if no other strategy was tried."""
         return self.choices[1] if len(self.choices) > 1 else None
 
     @property
     def gain(self) -> tuple[float, float]:
-        """Gain in ETTR over the next best choice, and half of the gain's 95% confidence interval.
+        """ETTR of the best choice minus that of the next best, and half of the difference's 95% confidence interval.
 
-        Both come from pairs of trainings with the same failures.
+        The difference is a mean over pairs of trainings with the same failures.
         """
         if self.next_best is None:
             return 0.0, math.nan
@@ -162,11 +162,10 @@ class Advice:
 
     @property
     def decides(self) -> tuple[str, float, float] | None:
-        """Cause of lost time that decides for the best choice, such as ``catch up``.
+        """Cause of lost time, such as ``catch up``, to which the best choice loses less than the next best choice does.
 
-        It is the cause for which the lost time of the next best choice exceeds that of the best choice most. The tuple
-        has the name of the cause, and the shares of wall time that the best choice and the next best choice lose
-        to this cause. None if no other strategy was tried.
+        It is the cause with the largest difference. The tuple has the name of the cause, and the shares of wall time
+        that the best choice and the next best choice lose to it. None if no other strategy was tried.
         """
         if self.next_best is None:
             return None

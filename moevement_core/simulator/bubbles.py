@@ -84,7 +84,7 @@ class Bubbles:
         return bytes_per_s * self.seconds + beside_bytes_per_s * (self.iteration_s - self.seconds)
 
     def _after(self, spans: Sequence[Span], seconds: float) -> float:
-        """Return when a copy that needs ``seconds``, and runs only during ``spans`` of each iteration, is complete."""
+        """Return at which second a copy ends. It takes ``seconds``, and runs only in ``spans`` of each iteration."""
         if seconds <= 0:
             return 0.0
         whole = sum(end - begin for begin, end in spans)

@@ -143,9 +143,10 @@ class ElasticTraining:
         self._loads, self._every = loads, every
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
         self._slowest: dict[int, float] = {}
-        """Load of the most loaded node over the mean load, with the present placement, by index of the record."""
+        """Tokens of the most loaded node, divided by the mean over nodes, in the present placement. The key is the
+        index of the record of loads."""
         self._placed_for = -1
-        """Index of the record from whose loads the present placement was computed."""
+        """Index of the record of loads from which the present placement was computed."""
         self._members: list[str] = []
         self._layers: list[Mapping[str, tuple[int, ...]]] = [{} for _ in range(loads.shape[1])]
         self._settle()
@@ -219,7 +220,7 @@ class ElasticTraining:
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _forget_uncommitted(self) -> None:
-        """Reset the counts of iterations and batches that a restart would lose, because the job has saved all state."""
+        """Reset the counts of iterations and batches since the newest checkpoint, which a restart would lose."""
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
 
     def _settle(self, candidates: Collection[str] | None = None) -> float:
@@ -263,7 +264,7 @@ class ElasticTraining:
         return even_s * (1.0 - job.expert_share + job.expert_share * self._slowest[record])
 
     def _record(self) -> int:
-        """Return the index of the record whose loads apply in the present iteration."""
+        """Return the index of the record of loads that holds in the present iteration."""
         return min(int(self.done.iterations) // self._every, len(self._loads) - 1)
 
     def _spend(self, what: str, seconds: float) -> float:

@@ -19,7 +19,7 @@ OF_MANY = 1.96
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Return half of the 95% confidence interval of the mean; NaN for fewer than two values."""
+    """Return half of the 95% confidence interval of the mean of ``values``; NaN for fewer than two values."""
     if len(values) < 2:
         return math.nan
     errors = CONFIDENCE[len(values) - 2] if len(values) - 2 < len(CONFIDENCE) else OF_MANY
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def loses(self) -> float:
-        """Updates of experts that a training loses because no checkpoint has them, in iterations; a mean."""
+        """Mean updates of experts, in iterations, that a training loses because no checkpoint has them."""
         return statistics.fmean(outcome.tokens_lost for outcome in self.outcomes)
 
     @property

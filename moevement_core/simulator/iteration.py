@@ -82,9 +82,9 @@ class IterationTime:
 
 
 def from_total(iteration_s: float, job: JobShape) -> IterationTime:
-    """Return the parts of an iteration of ``iteration_s`` seconds, if all stages are equal and nothing else takes time.
+    """Return the parts of an iteration of ``iteration_s`` seconds, if all stages are equal and only passes take time.
 
-    A third of the seconds goes to forward passes, and two thirds to backward passes.
+    Forward passes get a third of the seconds, and backward passes two thirds.
     """
     stages, count = job.pipeline_parallel, job.micro_batches
     each = iteration_s / (count + (stages - 1) / job.chunks)
@@ -100,8 +100,8 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     """Return the iteration time of a job from a profile of a run.
 
     The job may have more or fewer micro-batches and ranks than the profiled run. The measured collectives then predict
-    the seconds of synchronisation (appendix C). If both numbers are those of the profiled run, the function scales all
-    seconds so that they add up to the measured iteration.
+    the seconds of synchronisation (appendix C). If the job has as many micro-batches and ranks as the profiled run, the
+    function scales all seconds so that they add up to the measured iteration.
 
     Raises:
         ConfigError: the profiled run had another pipeline, or did not measure the job's size of micro-batches.
@@ -252,7 +252,7 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
 
 
 def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
-    """Return the pipeline with each stage slowed down: its seconds are divided by its relative speed in ``speeds``."""
+    """Return the pipeline with the seconds of each stage divided by the relative speed of the stage in ``speeds``."""
     return replace(
         pipeline,
         forward_s=tuple(seconds / speed for seconds, speed in zip(pipeline.forward_s, speeds, strict=True)),

@@ -52,8 +52,8 @@ class Pipeline:
     def closed_form(self) -> float:
         """Return the seconds of all passes by ``(M + (S - 1) / v) max(t)`` of MoEvement, appendix C.
 
-        M is the number of micro-batches, and t the seconds of both passes of a micro-batch on a stage. With v chunks
-        the bubble is v times smaller. The formula is exact if stages are equal and sends take no time.
+        M is the number of micro-batches, S that of stages, v that of chunks of a stage, and t the seconds of both
+        passes of a micro-batch on a stage. The formula is exact if stages are equal and sends take no time.
         """
         slowest = max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
         return (self.micro_batches + (self.stages - 1) / self.chunks) * slowest

@@ -307,7 +307,7 @@ _CLUSTER_UNITS = {
 def _cluster(fields: object, measured: Profile | None) -> Cluster:
     """Return the cluster of a scenario, with the values in ``fields``.
 
-    Values that ``fields`` does not have come from the preset that it names, or else from the measured profile.
+    Values that ``fields`` lacks come from the preset cluster that ``fields`` names, or else from the measured profile.
     """
     if isinstance(fields, str):
         fields = {"preset": fields}

@@ -22,7 +22,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class Selected(NamedTuple):
-    """Result of a simulation of the two selections: means over many snapshots."""
+    """Losses and repetitions that MoEtion's two selections of experts lead to: means over many snapshots."""
 
     host_risk: float
     """Updates that a failure loses if a rank's own host restores the state, in iterations: the sum over iterations of
@@ -30,11 +30,11 @@ class Selected(NamedTuple):
     peer_risk: float
     """Updates that a failure loses if a peer restores the state, in iterations."""
     repeated: float
-    """Share of a snapshot's experts for peers that peers got with the previous snapshot too, 0 to 1."""
+    """Among the experts that peers get with a snapshot: share of those that they got with the previous snapshot too."""
 
 
 def simulate(popularity: npt.NDArray[np.float64], host: int, peers: int, interval: int = 1) -> Selected:
-    """Simulate a series of snapshots, and return means over its second half, when the selections have settled.
+    """Simulate a series of snapshots by MoEtion. Return means over the second half, when the selections have settled.
 
     Args:
         popularity: share of a layer's tokens that each expert gets, ``[layers, experts]``.

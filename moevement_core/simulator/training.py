@@ -25,7 +25,7 @@ class Spares:
 
 @dataclass(frozen=True)
 class Losses:
-    """Updates that a training has lost after one of its failures, and the experts that it saves after this failure."""
+    """Updates that a training has lost up to one of its failures, and how many experts it saves from then on."""
 
     at_s: float
     """Wall seconds of the failure."""
@@ -127,7 +127,7 @@ def _note_losses(outcome: Outcome, at_s: float, experts_saved: int, run_iteratio
 
 
 def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
-    """Train for ``seconds``, and return the share of the interrupted iteration that is done when they are over."""
+    """Train for ``seconds``, and return the share of the interrupted iteration that is done at their end."""
     each = outcome.iteration_s + overhead_s
     # Without 1e-9, a rounding error could make the number of whole iterations too small by one.
     count = math.floor(seconds / each + 1e-9)

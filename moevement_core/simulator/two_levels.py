@@ -60,7 +60,7 @@ class TwoLevels:
     persisted: int | None = None
     """K_persist: how many experts of each layer a snapshot writes to disk; None for all that it holds."""
     limit: float = 1.0
-    """Share of the run's tokens that may be lost before checkpoints save every expert; 1 keeps K_snapshot constant."""
+    """Share of all tokens that may be lost before checkpoints save every expert; 1 keeps K_snapshot constant."""
 
     def recoveries(self, faults: Sequence[Fault]) -> list[Restored]:
         """Simulate the training, and return the result of each recovery, in the order of the failures' checkpoints.

@@ -204,7 +204,10 @@ def _way(choice: Choice, spares: int) -> Way:
 
 
 def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
-    """Return the longest mean seconds between failures at which ``strategy`` pays off, by the ETTR formula."""
+    """Return the longest mean seconds between failures at which ``strategy`` pays off.
+
+    It pays off if it saves more than :data:`LEAST_SHARE` of the GPU hours, by the ETTR formula.
+    """
 
     def gain(mtbf_s: float) -> float:
         lost = min(lost_share(strategy, mtbf_s, replace(pool, count=count)) for count in tried)

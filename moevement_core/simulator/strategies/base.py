@@ -104,10 +104,10 @@ class Costs:
 
     @cached_property
     def copies(self) -> list[set[frozenset[int]]]:
-        """Placement of copies: for each node, the sets of nodes that keep the copies of one of its ranks.
+        """Placement of copies. For each rank of a node there is the set of nodes that keep the rank's copies.
 
-        If the copies of two ranks of a node are on the same nodes, their set is listed once. The code of a live job
-        places the copies.
+        The list has an entry for each node. If the copies of two ranks of a node are on the same nodes, the set is
+        there once. The code of a live job places the copies.
         """
         job, replicas = self.plan.inputs.job, self.plan.inputs.replicas
         nodes = [rank // self.plan.inputs.cluster.gpus_per_node for rank in range(job.ranks)]

@@ -158,7 +158,7 @@ class DenseToPeers(Dense):
 
 
 class CheckFreq(Dense):
-    """Strategy that copies the whole state during the next iteration, and writes it to storage in the background.
+    """Strategy that copies the whole state to the host while the next iteration runs, and then writes it to storage.
 
     With the default interval, checkpoints cost at most 3% of training time, which is CheckFreq's cap.
     """

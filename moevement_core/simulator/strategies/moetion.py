@@ -1,4 +1,4 @@
-"""Simulated MoEtion: a snapshot holds as many experts as can be copied and sent in the time from one to the next.
+"""Simulated MoEtion: a snapshot holds as many experts as can be copied and sent before the next snapshot begins.
 
 MoEtion selects the experts that had most tokens since they were last saved.
 """
@@ -25,7 +25,7 @@ class Optimizations:
 
     selects_twice: bool = True
     """True if a rank's own host saves S_local experts and peers get S_remote of them (section 4.3, Algorithm 1, lines
-    18 and 19). False if host and peers save the same experts, whose number is the smaller of the two."""
+    18 and 19). False if host and peers save the same experts: as many as both can."""
     skips_replicated: bool = True
     """True if a rank sends no state that other data-parallel ranks hold anyway (section 5.1)."""
     sends_gradients: bool = True
@@ -86,7 +86,7 @@ class MoEtion(Partial):
     def experts_saved(self) -> int:
         """Number of experts of a layer that a rank's own host saves in a snapshot (S_local); mean over layers.
 
-        Unless the caller chose S, it is the largest number within the byte budget, but at least 1. Each layer gets
+        Unless the caller chose a number, it is the largest one within the byte budget, but at least 1. Each layer gets
         a number in proportion to the tokens that its experts had since they were last saved.
         """
         if self._fixed:
@@ -131,7 +131,7 @@ class MoEtion(Partial):
 
     @property
     def _send_rates(self) -> tuple[float, float]:
-        """Bytes per second to each peer: first in bubbles (links carry nothing else then), then outside of them."""
+        """Bytes per second to each peer, in bubbles and outside of bubbles. In bubbles, links have no other traffic."""
         cluster, replicas = self.costs.plan.inputs.cluster, max(1, self.costs.plan.inputs.replicas)
         links = max(cluster.network_bytes_per_s, cluster.node_copy_bytes_per_s) / cluster.gpus_per_node
         return links / replicas, cluster.replication_bytes_per_s / replicas
@@ -165,7 +165,7 @@ class MoEtion(Partial):
 
     @cached_property
     def risks(self) -> selection.Selected:
-        """Updates that a failure loses: one number if the state comes from the rank's own host, one if from peers."""
+        """Updates lost in a failure, if experts come from a rank's own host and if they come from peers."""
         return self._selected(self.experts_saved, self.experts_sent)
 
     @property
@@ -201,7 +201,7 @@ class MoEtion(Partial):
 
     @property
     def send_s(self) -> float:
-        """Seconds from the start of an iteration until all peers have a snapshot."""
+        """Seconds until all peers have a snapshot, from the start of the iteration in which its sends begin."""
         if not self.costs.plan.inputs.replicas:
             return 0.0
         return self.bubbles.ends_s(self._sent, *self._send_rates, iterations=self.interval)
@@ -214,7 +214,7 @@ class MoEtion(Partial):
 
     @property
     def busy_s(self) -> float:
-        """Seconds until a snapshot is at the host and at all peers. Copies and sends run at the same time."""
+        """Seconds from the start of a snapshot until host and peers have it. Copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.send_s)
 
     @property

@@ -62,8 +62,8 @@ class Partial(Strategy):
     def overhead_s(self) -> float:
         """Mean seconds that saving adds to an iteration.
 
-        The first part is the time for which training waits, because copies and sends take longer than the interval. The
-        second part is the slow-down of training while copies run.
+        One part is the time for which training waits if copies and sends take longer than the interval. The other part
+        is the slow-down of training while copies run.
         """
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s
@@ -131,10 +131,10 @@ class MoC(Partial):
     Args:
         costs: costs of the job.
         experts_saved: K at the beginning; 0 for an eighth of the experts, the default of a live job.
-        limit: share of the run's tokens that may be lost before every expert is saved; 1 keeps K constant.
+        limit: share of the training's tokens that may be lost before every expert is saved; 1 keeps K constant.
         interval: iterations from one snapshot to the next.
-        is_length_known: True if K depends on lost tokens as a share of all tokens of the run. False if it depends on
-            their share of the tokens so far, as in a live job that does not know how long it will train.
+        is_length_known: True if K depends on lost tokens as a share of all tokens of the training. False if K
+            depends on their share of the tokens so far, as in a live job that does not know how long it will train.
     """
 
     name = "moc"
@@ -165,12 +165,12 @@ class MoC(Partial):
 
     @property
     def snapshot_bytes(self) -> float:
-        """Bytes of one snapshot: K of the E experts of each layer, and all operators but experts."""
+        """Bytes of one snapshot: :attr:`experts_saved` experts of each layer, and all operators but experts."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
     def busy_s(self) -> float:
-        """Seconds until a snapshot is at the host and at all peers. Copies and sends run at the same time."""
+        """Seconds from the start of a snapshot until host and peers have it. Copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.snapshot_bytes))
 
     def ages(self, committed: int) -> npt.NDArray[np.float64]:

@@ -116,16 +116,16 @@ class MoEvement(Strategy):
         )
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the iterations from the first snapshot of the newest recoverable run at all peers to the failure."""
+        """Return the number of iterations since the first snapshot of the newest recoverable run that peers have."""
         newest = self.newest(committed, into, self.arrival)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the first snapshot of the newest recoverable run to the newest iteration saved at all peers.
+        """Iterations from the first snapshot of the newest recoverable run to t, if all snapshots up to t are at peers.
 
-        Entry i of the list is for a newest saved iteration t with ``t % period == i``. The code of a live rank finds
-        the recoverable run.
+        Entry i of the list holds for each iteration t with ``t % period == i``. The code of a live rank finds the
+        recoverable run.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -195,7 +195,10 @@ class MoEvement(Strategy):
         return {}
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration in which frozen operators compute no weight gradients."""
+        """Return the seconds of a replayed iteration with frozen operators.
+
+        They compute no weight gradients, unless :attr:`Techniques.skips_frozen` is False.
+        """
         seconds = self.replay_iteration_s(nodes)
         if self.techniques.skips_frozen:
             seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
@@ -239,11 +242,11 @@ class Redo(MoEvement):
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the newest state that updates can restore to the newest iteration saved at all peers.
+        """Iterations from the newest state that updates can restore to t, if all snapshots up to t are at peers.
 
-        Entry i of the list is for a newest saved iteration t with ``t % period == i``. If windows follow each other
-        without a pause, updates can restore the newest saved iteration, and all entries are 0. With a pause between
-        windows, updates can only restore the state of the last snapshot of a window.
+        Entry i of the list holds for each iteration t with ``t % period == i``. If windows follow each other without a
+        pause, updates can restore ``state@t``, and all entries are 0. With a pause between windows, updates can only
+        restore the state of the last snapshot of a window.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
