@@ -13,7 +13,7 @@ FIRST_SHARE = 8
 
 @dataclass(frozen=True)
 class DynamicK:
-    """Policy for K, the number of saved experts: K doubles as more tokens are lost, until K is E."""
+    """Rule for K, the number of saved experts: K doubles as more tokens are lost, until all experts are saved."""
 
     first: int
     """First value of K, the number of saved experts."""
@@ -24,7 +24,7 @@ class DynamicK:
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
-        """Return a policy that first saves ``experts`` of ``most`` experts, or an eighth if ``experts`` is None."""
+        """Return a rule that first saves ``experts`` of ``most`` experts, or an eighth of all for None."""
         return DynamicK(min(experts or math.ceil(most / FIRST_SHARE), most), most, limit)
 
     def after(self, experts: int, proportion: float) -> int:
@@ -39,11 +39,12 @@ class DynamicK:
         return experts
 
     def _share_of_limit(self, experts: int) -> float:
-        """Return the share of tokens that may be lost before K doubles, if K is ``experts``.
+        """Return the share of tokens that may be lost before the job saves more than ``experts`` experts.
 
-        The limit is divided into as many equal parts as there are doublings from the first K to E. Each doubling allows
-        one more part. The paper says only that K doubles when the lost share exceeds "its limit". With equal parts, the
-        losses stay within the limit as long as no single failure costs more than one part.
+        The number of saved experts doubles from :attr:`first` up to :attr:`most`. :attr:`limit` is divided into as many
+        equal parts as there are doublings, and each doubling allows the loss of one more part. The paper says only that
+        the number doubles when the lost share exceeds "its limit". With equal parts, the losses stay within the limit
+        as long as no single failure costs more than one part.
         """
         steps = max(1, math.ceil(math.log2(self.most / self.first)))
         done = round(math.log2(experts / self.first))

@@ -60,10 +60,10 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return for each slot how many slots later an operator's full state is saved again, int64 ``[operators]`` by slot.
+    """Return, by slot, after how many more slots each operator's full state is saved next, int64 ``[operators]``.
 
-    The number is at most the length of a window. This function goes over the slots once, which is faster than calls of
-    :meth:`Schedule.superseded`.
+    This number of slots is at most the length of a window. The function goes over the slots once, which is faster than
+    calls of :meth:`Schedule.superseded`.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]

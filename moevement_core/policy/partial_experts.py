@@ -50,7 +50,7 @@ def most_experts(table: OperatorTable) -> int:
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
-    """Return the experts in checkpoint number ``turn``: of each layer, the K that come next in turn.
+    """Return the experts in checkpoint number ``turn``: of each layer, the next ``experts`` ones in ``order``.
 
     Args:
         order: experts of each layer, from :func:`turns`.
@@ -143,7 +143,7 @@ class TokenAccount:
 
     @classmethod
     def empty(cls, operators: int) -> TokenAccount:
-        """Return the account before the first iteration."""
+        """Return the account before the first iteration, with all counts 0."""
         return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
 
     def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
@@ -167,7 +167,7 @@ class TokenAccount:
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable, tokens_of_run: int | None = None) -> LostTokens:
-        """Return the tokens lost since the account ``before``, and the share of all tokens that is lost in total.
+        """Return the tokens lost since the account ``before``, and the share of tokens that all recoveries have lost.
 
         Args:
             before: account before the recovery.

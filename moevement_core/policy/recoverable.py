@@ -132,9 +132,9 @@ def _backwards(
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
     """Go through snapshots from the newest to the oldest, and yield the iteration and two arrays for each one.
 
-    The first array is a mask of the operators that meet both conditions of a recoverable run, for a run that begins
-    with this snapshot. The second array has, for each operator, the iteration of the oldest snapshot visited so far
-    that holds its full state; -1 if none does.
+    The first array is a mask of the operators that a run can restore if it begins with this snapshot: a snapshot of the
+    run has the operator's full state, and each earlier one has its compute weights. The second array has, for each
+    operator, the iteration of the oldest snapshot visited so far that holds its full state; -1 if none does.
 
     Args:
         snapshots: contents of each snapshot, by iteration.

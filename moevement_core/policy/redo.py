@@ -3,7 +3,7 @@
 Each snapshot ``SS_t`` holds the full state of some operators. For every other operator it holds the gradients of the
 update that led to ``state@t``. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` if every operator meets two
 conditions. One of the snapshots has the operator's full state, and each later snapshot has the operator's gradients. A
-recovery loads the newest full state and repeats the updates since then.
+recovery loads the newest full state of each operator and repeats the operator's later updates.
 """
 
 from __future__ import annotations

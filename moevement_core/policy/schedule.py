@@ -59,7 +59,7 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def id(self) -> str:
-        """Identifier of the schedule: the same on all ranks for equal schedules, and different for others.
+        """Identifier of the schedule: the same on all ranks for equal schedules, and different for unequal ones.
 
         Every snapshot carries this identifier.
         """
@@ -76,7 +76,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Number of iterations before a job's first one. The job captures their snapshots too, from its first state."""
+        """Number of iterations before a job's first one. The job captures its first state as the snapshots of these."""
         return self.size
 
     @property
@@ -124,7 +124,7 @@ class Schedule(ABC):
 
     @property
     def durable_slots(self) -> int:
-        """Number of its own snapshots that a rank keeps because the newest window on disk leaves out operators."""
+        """Number of own snapshots that a rank keeps because the newest window on disk leaves out operators."""
         return 0
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Schedule(ABC):
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the last iteration that a recovery does not execute again; it replays from the next one on.
+        """Return the iteration after which a recovery begins to execute iterations again.
 
         Args:
             run: first and last snapshot of the recoverable run that the recovery loads.
@@ -224,11 +224,11 @@ class Schedule(ABC):
         return iteration - self.slot(iteration)
 
     def decided_at(self, iteration: int) -> int:
-        """Return the newest iteration, ``iteration`` or earlier, at which ranks decide what later snapshots hold."""
+        """Return the iteration, up to ``iteration``, of the last decision on what later snapshots hold."""
         return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration, ``iteration`` or later, whose snapshot begins a window."""
+        """Return the first iteration from ``iteration`` on whose snapshot begins a window."""
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
     def contents(self, iteration: int) -> Contents | None:

@@ -65,7 +65,7 @@ class VersionRun(NewestStateRun):
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
-    """Yield for each snapshot the run that restores its iteration, the newest first.
+    """Yield for each snapshot the run that ends with this snapshot, the newest run first.
 
     A snapshot has no run if there is an operator whose full state is neither in it nor in an earlier snapshot.
 

@@ -154,12 +154,12 @@ class Budget:
 
     @property
     def bytes(self) -> float:
-        """Bytes of the largest snapshot within both limits."""
+        """Bytes of the largest snapshot that an iteration can both copy to the host and send to all peers."""
         return min(self.d2h_bytes, self.replication_bytes)
 
     @property
     def binding(self) -> str:
-        """Name of the smaller limit: ``device to host`` or ``replication``."""
+        """Name of the copy that limits the bytes of a snapshot more: ``device to host`` or ``replication``."""
         return "device to host" if self.d2h_bytes <= self.replication_bytes else "replication"
 
     def copy_s(self, snapshot_bytes: float) -> float:
@@ -264,7 +264,7 @@ def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: 
 
 
 def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:
-    """Return the smallest budget, in bytes, for which ``size`` slots are enough. The error is at most 0.1%."""
+    """Return the smallest budget, in bytes, for which ``size`` slots are enough; exact to 0.1%."""
     return impose_window(table, order, min(size, len(table)), kind).peak_bytes
 
 
@@ -327,7 +327,8 @@ class _Cutter:
     def balanced(self, slots: int, low: float, high: float) -> list[int]:
         """Return the ends of at most ``slots`` slots whose largest slot is about as small as possible.
 
-        The budget ``high`` must suffice for ``slots`` slots.
+        The function searches for the size of the largest slot between ``low`` and ``high`` bytes. With slots of up to
+        ``high`` bytes, ``slots`` slots must be enough.
         """
         best = self.greedy(high, most=slots)
         for _ in range(_BALANCE_STEPS):

@@ -211,7 +211,7 @@ class StrategyConfig:
 
     @property
     def interval(self) -> int | None:
-        """Iterations from one snapshot to the next: the user's number, or the strategy's default; else None."""
+        """Iterations from one snapshot to the next: the user's number or the strategy's default; else None."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 

@@ -66,8 +66,8 @@ class DenseSchedule(Schedule):
         """Return the number of its own snapshots that a rank keeps.
 
         These are the newest snapshot that the rank knows as persisted, all later ones, and with ``to_disk`` one more
-        that is being written to disk. A snapshot is captured in one iteration and reported in the next. One
-        iteration later, all ranks know that the snapshot is persisted.
+        that is being written to disk. Without lag, all ranks know a snapshot as persisted two iterations after its
+        capture: it is reported in the first of these iterations, and known to all ranks in the second.
         """
         return 1 + -(-(2 + lag) // self.interval) + to_disk
 

@@ -94,7 +94,7 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def durable_slots(self) -> int:
-        """Number of snapshots of a run if files leave out experts of the snapshots in memory (section 5.1), else 0.
+        """Number of snapshots of a run if snapshots on disk lack experts of those in memory (section 5.1), else 0.
 
         A rank keeps this many of its own snapshots in memory, because the newest window on disk lacks some of their
         experts.
@@ -235,9 +235,12 @@ class MoC(Strategy):
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def _saved(self, experts: int) -> tuple[int, int | None]:
-        """Return how many experts of each layer a snapshot holds, and how many are on disk, for ``experts``.
+        """Return how many experts of each layer a snapshot holds, and how many of them are written to disk.
 
-        The argument is a value of :attr:`experts`. The second number is None if files hold all experts of a snapshot.
+        The second number is None if all experts of a snapshot are written to disk.
+
+        Args:
+            experts: value of :attr:`experts` for which the numbers hold.
         """
         in_memory = min(self.most, self._in_memory * experts // self._dynamic.first)
         return in_memory, experts if self._persists else None
@@ -264,9 +267,9 @@ class MoC(Strategy):
         return self.experts, self.most - carried
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the largest number of experts that a stage needs for its lost tokens.
+        """Propose the number of saved experts that the stage with the most lost tokens needs.
 
-        If measurements decide too, and ranks can copy more experts than that, propose the number that they can copy.
+        If measurements decide too, and ranks can copy more experts than this number, propose all that they can copy.
         """
         assert isinstance(now, PartialSchedule)
         if sizes is None:
@@ -308,7 +311,7 @@ class MoC(Strategy):
     ) -> Sequence[Schedule]:
         """Return the schedules that began up to ``iteration``, and a new one for the snapshots after it.
 
-        The new schedule goes on with the experts whose turn is next, and has the number ``history``.
+        The new schedule goes on with the experts whose turn is next, and has ``history`` as its number.
         """
         # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
         # disk, because snapshots record what they hold.

@@ -1,4 +1,4 @@
-"""MoC-System with load-aware selection: the K experts of each layer with the most unsaved updates (section 3.2)."""
+"""MoC-System with load-aware selection: saves the experts with the most unsaved updates (section 3.2)."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class MoCByLoad(Selecting):
         super().__init__(table, interval, self._dynamic.first, most)
         self.settled = False
         self._wanted = self.experts
-        """Number of experts of each layer that this stage asks for because of its lost tokens.
+        """Number of experts of each layer that snapshots should hold, because of the tokens that this stage lost.
 
-        All stages use the largest number that a stage asks for.
+        Snapshots of all stages hold the largest of the numbers that the stages want.
         """
 
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
@@ -60,11 +60,11 @@ class MoCByLoad(Selecting):
         return most_of_each_layer(self.table, risk, due, experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return how many experts of each layer this stage asks for because of its lost tokens."""
+        """Return how many experts of each layer snapshots should hold, because of the tokens that this stage lost."""
         return (self._wanted,)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Save as many experts of each layer as the stage that asks for the most."""
+        """Save as many experts of each layer as the stage that wants the most experts saved (``sizes``)."""
         self.experts = sizes[0]
 
     def caution(self) -> str | None:
@@ -74,7 +74,7 @@ class MoCByLoad(Selecting):
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the number of saved experts from the restored snapshot, and return the lost tokens.
 
-        If too many tokens are lost, this stage will ask for more experts in each snapshot.
+        If too many tokens are lost, :meth:`wanted_sizes` returns more experts from then on.
         """
         lost = super().restored(run, learned, tokens_of_run)
         self.experts = learned[run.last]["experts"]

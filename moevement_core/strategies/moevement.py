@@ -140,6 +140,6 @@ class MoEvement(Strategy):
 
 
 def is_near(now: SparseSchedule, size: int, period: int) -> bool:
-    """Return True if a window of ``size`` snapshots every ``period`` iterations is close to the current window."""
+    """Return True if a window of ``size`` snapshots every ``period`` iterations is close to that of ``now``."""
     least, most = NEAR
     return size == now.window.size and least * now.size <= max(size, period) <= most * now.size

@@ -1,9 +1,9 @@
 """Redo: snapshots hold gradients beside slices of full state, so that a recovery repeats updates, not iterations.
 
-Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators. For all other
-operators it holds the gradients of the update to ``state@t``. Any W consecutive snapshots restore the state of the last
-of these snapshots (:mod:`moevement_core.policy.redo`). So a failure costs the few iterations whose snapshots have not
-reached peers yet, and not a whole window.
+``SS_t`` saves slot ``(t - start) mod W``; ``SS_start`` is the schedule's first snapshot. ``SS_t`` holds full state of
+the slot's operators. For all other operators it holds the gradients of the update to ``state@t``. Any W consecutive
+snapshots restore the state of the last of these snapshots (:mod:`moevement_core.policy.redo`). So a failure costs the
+few iterations whose snapshots have not reached peers yet, and not a whole window.
 
 An update is elementwise, so any rank can repeat it bit for bit from the same inputs. Earlier work logs gradients as
 well. In MoEtion peers apply gradients to a copy of the state (section 5.2 there). GoCkpt (arXiv 2511.07035), Checkmate
@@ -96,15 +96,15 @@ class RedoSchedule(SparseSchedule):
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        A recovery executes all iterations after the end of the persisted run again. If a rank has left out a snapshot,
-        this run may have ended a window ago, or two windows ago if some iterations have no snapshot.
+        A recovery repeats all iterations after the end of the persisted run. If a rank has left out a snapshot, this
+        run may have ended a window ago, or two windows ago if some iterations have no snapshot.
         """
         return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of iterations that boundary logs hold while nothing fails.
 
-        A recovery executes all iterations after the end of the persisted run again. Later snapshots are still being
+        A recovery repeats all iterations after the end of the persisted run. Snapshots after that run are still being
         copied or reported, or have not reached all peers. If some iterations have no snapshot (:attr:`rest`), the
         persisted run may have ended a window ago, and the copies of the newest window may take until the end of the
         next window to arrive.
@@ -244,7 +244,7 @@ class Redo(Strategy):
         return self.windows.learned()
 
     def adopt(self, learned: Any) -> None:
-        """Take over the learned state of the windows without gradients from another rank."""
+        """Take over from another rank the learned state of windows without gradients."""
         self.windows.adopt(learned)
 
     def _size(self, measured: Measured, to_save: float) -> int:

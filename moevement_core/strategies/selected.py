@@ -44,7 +44,7 @@ class SelectedSchedule(VersionSchedule):
     rounds: tuple[Contents, ...]
     """Contents of the schedule's snapshots, in the order of capture. After the last one, the first one comes again."""
     at_peers: tuple[Contents, ...]
-    """Part of each of :attr:`rounds` that peers receive. Peers keep an older version of an expert that is left out."""
+    """Part of each of :attr:`rounds` that peers receive. Of an expert not in this part, peers keep an older version."""
     history: int = 0
     """Number that changes with each recovery that lost updates; see :attr:`moc.PartialSchedule.history`."""
 
@@ -85,8 +85,9 @@ class SelectedSchedule(VersionSchedule):
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` of another stage, but with this schedule's operators and :attr:`rounds`.
 
-        After a failure, ranks of a stage call it if they do not know the newest schedule of their stage. Then they do
-        not know which experts the newest snapshots hold either. They need not, because snapshots record what they hold.
+        After a failure, ranks of a stage call this method if they do not know the newest schedule of their stage. Then
+        they do not know which experts the newest snapshots hold either. They need not, because snapshots record what
+        they hold.
         """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds, at_peers=self.at_peers)
@@ -358,7 +359,7 @@ class Selecting(Strategy):
     ) -> Sequence[Schedule]:
         """Return the schedules that began up to ``iteration``, and a new one for the snapshots after it.
 
-        The new schedule is a copy of the last one with the number ``history``.
+        The new schedule is a copy of the last schedule, with ``history`` as its number.
         """
         # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
         # disk, because snapshots record what they hold.

@@ -1,7 +1,8 @@
 """MoEvement's schedule: full state of a slice of the operators in every iteration (section 3.2, Algorithm 1).
 
-Snapshot ``SS_t`` saves slot ``(t - start) mod W``. It holds full state of the slot's operators. It also holds compute
-weights: of the operators of later slots in aligned windows, and of all other operators in rolling windows.
+``SS_t`` saves slot ``(t - start) mod W``; ``SS_start`` is the schedule's first snapshot. ``SS_t`` holds full state of
+the slot's operators. It also holds compute weights: of the operators of later slots in aligned windows, and of all
+other operators in rolling windows.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class SparseSchedule(Schedule):
         return slots
 
     def active(self, slot: int) -> tuple[str, ...]:
-        """Return the operators that save full state in ``slot``, in order."""
+        """Return the operators whose full state is saved in ``slot``, in the order of the window."""
         start = self.window.ends[slot - 1] if slot else 0
         return tuple(self.table.names[place] for place in self.order[start : self.window.ends[slot]])
 
     def frozen(self, slot: int) -> tuple[str, ...]:
-        """Return the operators that save compute weights in ``slot``, in order.
+        """Return the operators whose compute weights are saved in ``slot``, in the order of the window.
 
         They are the operators of later slots in aligned windows, and the operators of all other slots in rolling ones.
         """
@@ -71,7 +72,7 @@ class SparseSchedule(Schedule):
         return tuple(self.table.names[place] for part in others for place in part)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of each operator's state that a slot's snapshot holds; None if it has no snapshot.
+        """Return the part of each operator's state that a slot's snapshot holds; None for a slot without a snapshot.
 
         The snapshot holds full state of the slot's operators. In aligned windows it holds compute weights of operators
         of later slots; in rolling windows it holds compute weights of all other operators.
@@ -135,8 +136,8 @@ class SparseSchedule(Schedule):
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        Logs reach back one window further than the oldest kept snapshot. If ranks abandon a window, the next persisted
-        window comes one window later.
+        Logs reach back one window further than the oldest kept snapshot, because ranks may abandon a window. The next
+        persisted window then comes one window later than usual.
         """
         return (4 if to_disk else 3) * self.size + 2 + lag
 

@@ -11,7 +11,7 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
 from moevement_core.snapshot.agreement import HORIZON
 
 MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
-"""Largest number of iterations in which a job may save the full state of every operator once.
+"""Most iterations that a job may take to save the full state of every operator once.
 
 Ranks can agree only on runs that began at most :data:`HORIZON` iterations ago. If a snapshot is missing, a run may be
 twice as long as usual.
@@ -34,7 +34,7 @@ class VersionSchedule(Schedule):
         return self.snapshots * self.interval
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the iteration of the first snapshot at ``iteration`` or later.
+        """Return the first iteration from ``iteration`` on that has a snapshot.
 
         A new schedule with other experts may begin there, because every snapshot has its own choice of experts.
         """
