@@ -67,7 +67,7 @@ def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Rep
 def better_allocation(
     tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas, floor: int, gain: float = GAIN
 ) -> Replicas | None:
-    """Return new numbers of replicas with the same sum, int64 ``[E]``; None if they are not worth a migration.
+    """Return new numbers of replicas, int64 ``[E]``, with the sum of ``replicas``; None if not worth a migration.
 
     Args:
         tokens: recent tokens of each expert of a layer, summed over all ranks, ``[E]``.

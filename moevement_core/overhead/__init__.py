@@ -1,1 +1,1 @@
-"""Measurement of what saving costs training: quiet iterations, without digests and sends, are compared with others."""
+"""Measurement of the cost of saving: iterations without digests and sends (quiet ones) are compared with others."""

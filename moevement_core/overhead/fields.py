@@ -14,7 +14,7 @@ PARTS = ("copy", "digest", "send", "policy", "stall")
 FIELDS = ("overhead", "overhead_low", "overhead_high", *(f"overhead_{part}" for part in PARTS))
 """Names of the fields; their values are shares of the time of an iteration without saving."""
 FIRST_MEASURED = WARM_UP + REACH
-"""First iteration whose line can have these fields: the last neighbour of the first quiet iteration."""
+"""First iteration whose metrics line can have the overhead: the last neighbour of the first quiet iteration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ PAUSE_LIMIT = 3.0
 The estimate leaves out an iteration in which a pause ended early.
 """
 SETTLING = 2
-"""Number of iterations at the start of a job that the estimate leaves out. The first iteration captures a whole window.
-Both iterations compile code and allocate memory."""
+"""Number of iterations at the start of a job that the estimate leaves out. They compile code and allocate memory. The
+first of them also captures a whole window."""
 FIRST_LIMIT_S = 60.0
 """Seconds after which a pause ends while the length of an iteration is unknown."""
 

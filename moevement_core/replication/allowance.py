@@ -16,7 +16,8 @@ OWN, LOG = "own", "log"
 class Allowance:
     """Host memory that a rank may use, and the bytes that each purpose takes of it. Any thread may use this object.
 
-    No source has a fixed share, because one source may need more than an equal share while another needs less.
+    The purposes are own snapshots, the boundary log, and each source: a rank whose snapshots this rank keeps. Sources
+    have no fixed shares, because one source may need more than an equal share while another needs less.
 
     Args:
         total_bytes: bytes for all purposes together; infinite without a cap.

@@ -63,9 +63,9 @@ class PeerStore(ABC):
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``; None if the store does not have this snapshot.
+        """Return ``SS_iteration`` for a reader; None if the store does not have this snapshot.
 
-        The snapshot's memory stays unchanged until the lease is released.
+        The snapshot's memory stays unchanged until the reader releases the returned object.
         """
 
     @abstractmethod

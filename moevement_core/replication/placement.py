@@ -29,8 +29,8 @@ class PlacementKind(StrEnum):
     """Rule of GEMINI (SOSP '23, Algorithm 1): the nodes of a group keep each other's copies.
 
     A group has r + 1 nodes, for r copies. If the number of nodes is a multiple of r + 1, no placement is better: when
-    r + 1 random nodes fail at once, no other one is more likely to keep a copy of everything. Otherwise the nodes left
-    over form a ring with the last group. The copies of a node of the ring are on the next r nodes of the ring.
+    r + 1 random nodes fail at once, no other placement is more likely to keep a copy of everything. Otherwise the nodes
+    left over form a ring with the last group. The copies of a node of the ring are on the next r nodes of the ring.
     """
 
 

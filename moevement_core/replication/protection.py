@@ -26,7 +26,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class Protection:
-    """Protection that flags set. If both fields are None, the job makes the default number of copies."""
+    """Protection that flags set. If they set neither copies nor parity, the job makes the default number of copies."""
 
     replicas: int | None = None
     parity: Parity | None = None

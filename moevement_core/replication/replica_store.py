@@ -63,9 +63,9 @@ class ReplicaStore(PeerStore):
         return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``; None if the store does not have this snapshot.
+        """Return ``SS_iteration`` for a reader; None if the store does not have this snapshot.
 
-        The snapshot's buffer stays unchanged until the lease is released.
+        The snapshot's buffer stays unchanged until the reader releases the returned object.
         """
         with self._lock:
             replica = self._replicas.get(iteration)

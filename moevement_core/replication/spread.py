@@ -19,7 +19,8 @@ TIME_SHARE = 0.8
 LINK_SHARE = 0.4
 """Share of the link's rate at which a send runs, unless the send must be faster to end in time."""
 LATE = 1.3
-"""Ratio of the measured seconds of a send to those that its rate implies. Above it, the link or the peer was slower."""
+"""Ratio of the measured seconds of a send to those that its rate implies. Above this ratio, the link or the peer was
+slower than the rate."""
 TRIED_EVERY = 32
 """Number of sends from one full-speed send to the next. Only a full-speed send shows that a link has become faster."""
 MEASURED_BYTES = 512 << 10

@@ -90,7 +90,7 @@ class GroupStore:
     def begin(self, source: int, header: Header) -> Stripe | None:
         """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        If the transfer of this snapshot was interrupted before, the blocks that were added then stay in the sum. But if
+        If the transfer of this snapshot was interrupted before, the blocks that have been added stay in the sum. But if
         the sum contains another snapshot of ``source`` for the iteration, a new and empty sum replaces the sum, because
         nothing can be taken out of a sum. The caller has to call :meth:`end`.
         """
@@ -170,13 +170,13 @@ class GroupStore:
         return stripe
 
     def end_reading(self, stripe: Stripe) -> None:
-        """End the reading of a leased stripe."""
+        """End the reading of a stripe that :meth:`lease` returned."""
         with self._lock:
             stripe.users -= 1
             self._release_unless_used(stripe)
 
     def free_before(self, iteration: int) -> None:
-        """Free stripes before ``iteration``, which no recovery needs."""
+        """Free the stripes of iterations before ``iteration``, because no recovery needs them."""
         with self._lock:
             self.floor = max(self.floor, iteration)
             for old in [kept for kept in self._stripes if kept < iteration]:
@@ -252,7 +252,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory for the group's first member, 0 for other members; a total counts them once."""
+        """Bytes of the group's memory if this is its first member, else 0, so that a total counts them once."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
