@@ -115,7 +115,7 @@ def spread(
         slots: slots of each node, ``[N]``.
         loads: tokens of each replica, by expert, ``[E]``. Among nodes with equally many vacant slots the one with the
             fewest tokens comes first; without loads, the first one.
-        most: number of replicas of each expert that are placed first, each on another node if slots allow. Further
+        most: number of replicas of each expert that are placed first, on different nodes if slots allow. Further
             replicas follow when all experts have this number. None to place all replicas of an expert first.
 
     Raises:

@@ -39,9 +39,9 @@ class Resharding(NamedTuple):
     """Plan that gives every rank the ranges that it needs after the change.
 
     Attributes:
-        moves: moves in the order of targets. Moves to one target are in the order of the ranges that it wants. Each
-            wanted element arrives once.
-        missing: ranges that no rank holds, by the target that needs them.
+        moves: moves by ascending receiving rank. Moves to one rank are in the order of the ranges that this rank needs.
+            Each needed element arrives once.
+        missing: ranges that no rank holds, by the rank that needs them.
     """
 
     moves: tuple[Move, ...]
@@ -49,10 +49,10 @@ class Resharding(NamedTuple):
 
 
 def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[Range]]) -> Resharding:
-    """Return the moves that bring every wanted range to its target.
+    """Return the moves that bring every wanted range to the rank that wants it.
 
-    A target that already holds a range is the source of that range. Otherwise, the source is the holder that has the
-    fewest elements to send so far. The result is the same on every rank that passes the same arguments.
+    If this rank already holds the range, it is also the source of the move. Otherwise, the source is the holder with
+    the fewest elements to send so far. The result is the same on every rank that passes the same arguments.
 
     Args:
         held: ranges of each rank before the change. Ranges of one tensor on one rank do not overlap; several ranks may

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RECENT = 16
-"""Number of newest comparisons on which a decision about the bytes rests. Links may have changed since older ones."""
+"""Number of newest comparisons on which a decision about the bytes rests. Links may have changed since earlier
+comparisons."""
 FEWEST = 4
 """Fewest comparisons with quiet iterations (without digests and sends) for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0

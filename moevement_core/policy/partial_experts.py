@@ -68,7 +68,7 @@ def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
 
 
 def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int, count: int) -> list[list[int]]:
-    """Return the experts that each checkpoint writes to disk (persist-PEC, section 5.1).
+    """Return the experts that each checkpoint writes to disk (MoC-System, section 5.1).
 
     Of the :func:`chosen` experts, a checkpoint writes those that have waited longest since they were last written.
 
@@ -123,7 +123,7 @@ class LostTokens:
 
     @property
     def proportion(self) -> float:
-        """PLT (equation 7): lost share of the tokens of the whole run, as a mean over layers with experts."""
+        """PLT (MoC-System, equation 7): lost share of the tokens of the run, as a mean over layers with experts."""
         return _mean(self.shares_of_run)
 
     @property

@@ -15,7 +15,7 @@ Chosen = npt.NDArray[np.bool_]
 def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[int, int]:
     """Return S[i], the number of saved experts of layer i, in proportion to the tokens at risk in the layer.
 
-    The paper leaves two questions open, which this function decides. Shares are rounded down, so some of the ``total``
+    MoEtion leaves two questions open, which this function decides. Shares are rounded down, so some of the ``total``
     experts may be left over. The layers that lost most by rounding then get one expert more each. If the share of a
     layer exceeds its number of experts, other layers get the excess.
 

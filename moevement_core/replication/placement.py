@@ -24,7 +24,7 @@ class PlacementKind(StrEnum):
     All ranks keep the same number of copies if all nodes have the same number of ranks.
     """
     REDUNDANCY = "redundancy"
-    """Rule of MoEtion's Algorithm 2: of the ranks that keep few copies, those with the same state are preferred."""
+    """Rule of MoEtion's Algorithm 2: it prefers ranks that keep few copies; of these, data-parallel peers."""
     GROUPS = "groups"
     """Rule of GEMINI (SOSP '23, Algorithm 1): the nodes of a group keep each other's copies.
 

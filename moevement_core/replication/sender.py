@@ -47,7 +47,7 @@ code for long.
 
 
 _URGENT = object()
-"""Marker in a sender's queue of jobs. It wakes the thread, which then sends the messages in the urgent queue."""
+"""Marker in a sender's queue. It wakes the sender's thread, which then sends the messages in the urgent queue."""
 
 
 @dataclass(frozen=True, slots=True)

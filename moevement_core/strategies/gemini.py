@@ -33,7 +33,7 @@ class Gemini(Dense):
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots; None to choose it from measurements.
-        cap: share of training time that saving may cost if ``interval`` is None; None for no cap, as in the paper.
+        cap: share of training time that saving may cost if ``interval`` is None; None for no cap, as in GEMINI.
     """
 
     name = "gemini"

@@ -252,9 +252,9 @@ class MoC(Strategy):
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return :attr:`experts`; if measurements decide too, also how many experts of a layer this rank cannot copy.
 
-        A copy from the device must end within one iteration, because the next update changes the state (section 5.3).
-        The method returns the number of experts that cannot be copied, not of those that can, because ranks agree on
-        the largest value, and the slowest rank must decide.
+        A copy from the device must end within one iteration, because the next update changes the state (MoC-System,
+        section 5.3). The method returns the number of experts that cannot be copied, not of those that can, because
+        ranks agree on the largest value, and the slowest rank must decide.
         """
         if not self._is_measured:
             return (self.experts,)

@@ -31,7 +31,7 @@ from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
 """Divisor of the number of experts. The quotient is the number of saved experts until bandwidths are measured. In
-section 4.1 of the paper 25% to 40% of the experts are saved."""
+section 4.1 of MoEtion 25% to 40% of the experts are saved."""
 
 
 class MoEtion(Selecting):
@@ -39,7 +39,7 @@ class MoEtion(Selecting):
 
     Args:
         table: the operators of the stage.
-        interval: iterations between snapshots; with 1, as in the paper, gradients may replace state.
+        interval: iterations between snapshots; with 1, as in MoEtion, gradients may replace state.
         experts: S, mean number of experts of each layer in a snapshot; None for the most that copies and links allow.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
 
@@ -75,7 +75,7 @@ class MoEtion(Selecting):
         """Return how many experts of each layer this rank leaves out of its own snapshots, and out of those for peers.
 
         The method returns the experts left out in place of the experts saved, because ranks agree on the largest value,
-        and the slowest rank must decide. Section 4.2 of the paper does not count the non-expert state. This method
+        and the slowest rank must decide. Section 4.2 of MoEtion does not count the non-expert state. This method
         subtracts the bytes of that state from what copies and links can carry, before it counts the experts that fit.
         """
         seconds = measured.iteration_s * self.interval

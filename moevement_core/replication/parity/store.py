@@ -183,7 +183,7 @@ class GroupStore:
                 self._release(old)
 
     def drop(self, source: int, first: int, count: int) -> None:
-        """Free the stripes of ``count`` iterations from ``first`` on that contain ``source``.
+        """Free the stripes of ``count`` iterations from ``first`` on that contain a snapshot of ``source``.
 
         The source never sends these snapshots again, so the sums can never become complete.
         """
