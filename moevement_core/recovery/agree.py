@@ -108,7 +108,7 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
 
 
 def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:
-    """Return a rank of the same model replica that has already applied the update that the follower ``rank`` lacks.
+    """Return a rank that has applied the update which the follower ``rank`` lacks; both are in one model replica.
 
     Returns:
         None if every rank of the model replica lacks the update.

@@ -69,7 +69,7 @@ class _Digests:
         self._thread: threading.Thread | None = None
 
     def of(self, buffer: torch.Tensor, copied: Event) -> Future[str]:
-        """Return a future digest of ``buffer``. The thread computes it after the event ``copied``."""
+        """Return a future of the digest of ``buffer``; the thread computes the digest after the event ``copied``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="moevement-log-digests", daemon=True)
             self._thread.start()

@@ -2,12 +2,12 @@
 
 Every snapshot has digests of its tensors, and some snapshots have a digest of every operator's whole state. A replay
 compares its state with these digests at each iteration that has digests. An operator is *known* up to the newest
-iteration at which its whole state was compared and was equal. A rank is known up to iteration t if each of its
-operators is known up to t or later.
+iteration at which its whole state was compared and was equal. A rank is known up to the earliest of these iterations
+over all of its operators.
 
-An operator is *recomputed* if it was compared after at least one update. An operator is *restored* if it was compared
-only before its first update, with the snapshot that it was loaded from. A rank counts as *verified* up to the iteration
-that it is known up to, provided that at least one operator was recomputed.
+An operator is *recomputed* if it was compared after at least one update. An operator is *restored* if its only
+comparison was with the snapshot that it was loaded from, before any update. If at least one operator of a rank was
+recomputed, the rank counts as *verified* up to the iteration that it is known up to.
 """
 
 from __future__ import annotations
@@ -96,16 +96,15 @@ class StateCheck:
 
     @property
     def known_until(self) -> int:
-        """Iteration up to which the whole state is checked.
+        """Iteration up to which this rank's whole state is checked: the earliest iteration in :attr:`known`.
 
-        For every operator, the whole state of this iteration or a later one was compared, and was equal.
-        ``NONE`` if the whole state of some operator was never compared, or never equal.
+        ``NONE`` if an operator is missing there, because its whole state was never compared or never equal.
         """
         return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
 
     @property
     def verified_until(self) -> int:
-        """Iteration :attr:`known_until` if at least one operator was compared after an update, else ``NONE``.
+        """Iteration :attr:`known_until`; ``NONE`` if no operator was compared after an update.
 
         Without an update, the comparison proves only that the snapshots were loaded correctly.
         """

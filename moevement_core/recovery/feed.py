@@ -20,7 +20,7 @@ from moevement_core.util import damage
 def feed(
     rank: int, peer: int, direction: Direction, iterations: Sequence[int], log: BoundaryLog, transport: Transport
 ) -> int:
-    """Send ``peer`` the logged tensors of ``iterations``; called on a separate thread, because the peer sets the pace.
+    """Send ``peer`` the logged tensors of ``iterations``; called on a separate thread, because sends wait for the peer.
 
     With each tensor, the function sends the digest made when the tensor was logged. So the peer detects damage that
     happened since then, in this rank's memory or on the way.
@@ -105,14 +105,14 @@ class Feed:
 
 
 class Feeds:
-    """Tensors that a replaying rank receives from its healthy neighbours. It sends nothing to these neighbours."""
+    """Tensors that a replaying rank receives from its healthy neighbours. The rank sends nothing to them."""
 
     def __init__(self, before: Feed | None, after: Feed | None) -> None:
         self.before, self.after = before, after
         """Feeds of the previous and of the next stage; None if that stage replays too, or does not exist."""
 
     def begin(self, iteration: int) -> None:
-        """Begin to receive the tensors of ``iteration`` from both neighbours."""
+        """Begin to receive the tensors of ``iteration`` from each neighbour that feeds this rank."""
         for feed in (self.before, self.after):
             if feed is not None:
                 feed.begin(iteration)
@@ -136,11 +136,11 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """Neighbours and channel from which a replaying rank receives logged tensors, and the stages that replay."""
+    """Description of who feeds a replaying rank: its neighbours, the channel to them, and the stages that replay."""
 
     neighbours: Neighbours
     stages: frozenset[int]
-    """Stages that replay together with this one."""
+    """Stages that replay together, this rank's stage included."""
     transport: Transport | None
 
     def feeds(self) -> Feeds:

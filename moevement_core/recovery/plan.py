@@ -2,8 +2,8 @@
 
 Every rank computes the same plan from the reports of all ranks.
 
-Stages that roll back together replay in step, so they begin at the same iteration: the newest one at which a
-recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
+Stages that roll back together replay in step, so they begin at the same iteration: the newest one at which
+a recoverable run begins in every stage (MoEvement section 3.3; the paper's global path).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Report:
     summed: tuple[Summed, ...] = ()
     """Blocks of parity that the rank holds."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
-    """Failed ranks of which this rank is a live replica, each with the number of operators of its stage."""
+    """Failed ranks whose state is live on this rank. The values are the numbers of operators of their stages."""
     arithmetic: str = ""
     """Text that names every property of this process which can change the bits of a result, such as library versions.
 
@@ -65,7 +65,7 @@ class RecoveryPlan:
     """Plan of one recovery: snapshots to fetch, and iterations to redo or to execute again."""
 
     first: int
-    """Iteration ``a`` of the first snapshot ``SS_a`` that the recovery loads."""
+    """Iteration of the oldest snapshot that the recovery loads."""
     dense_at: int
     """First iteration at which every operator of every stage is active."""
     until: int
@@ -114,7 +114,7 @@ def plan_recovery(
         roll_back: stages that replay together; None for all.
 
     Raises:
-        RecoveryError: no run of snapshots is available for every rank; the message lists the available snapshots.
+        RecoveryError: no recoverable run is available for every rank; the message lists the available snapshots.
     """
     stages = {report.rank: report.stage for report in reports}
     if roll_back is not None:
@@ -180,7 +180,7 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
     """Return the plan for the ranks in ``stages``, which restore their state together.
 
     Raises:
-        RecoveryError: no run of snapshots is available for all of these ranks.
+        RecoveryError: no recoverable run is available for all of these ranks.
     """
     held, usable, ranks = _found(reports, stages)
     plans = [
@@ -220,7 +220,7 @@ Usable = Mapping[int, Mapping[int, Contents]]
 
 
 def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[int]) -> RecoveryPlan | None:
-    """Return the plan that replays from the newest iteration at which a recoverable run of every stage begins."""
+    """Return the plan that replays from the newest iteration at which a recoverable run begins in every stage."""
     runs = {
         stage: {run.first: run for run in recoverable_runs(snapshots, until)} for stage, snapshots in usable.items()
     }
@@ -250,8 +250,8 @@ def _by_redo(
 ) -> RecoveryPlan | None:
     """Return the plan that repeats updates up to the newest iteration for which every stage has gradients.
 
-    A single dense snapshot needs no update. This function uses such a snapshot only with ``with_dense``; otherwise
-    :func:`_by_replay` does.
+    A single dense snapshot restores the state without any update. Plans that use one come from this function only if
+    ``with_dense`` is True, and from :func:`_by_replay` otherwise.
     """
     runs = {
         stage: {run.last: run for run in redo_runs(snapshots, until, with_dense=with_dense)}

@@ -77,9 +77,9 @@ class Trainer(ABC):
         Args:
             iteration: iteration to execute.
             outcome: record of the first execution: the norm that clipped the gradients, and whether the update was
-                skipped. None if there is no record. The trainer then computes both from the gradients of all operators;
-                the replay freezes no operator in such an iteration. An iteration that the user told the job to skip
-                also has no record, and needs neither.
+                skipped. None if there is no record. The trainer then computes the norm, and decides on the update, from
+                the gradients of all operators, so the replay freezes no operator in this iteration. For an iteration
+                that the user told the job to skip, there is no record either, and no norm is needed.
 
         Returns:
             Losses by name; empty if this rank has none.

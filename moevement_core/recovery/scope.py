@@ -33,7 +33,7 @@ class Pipeline:
 
 
 def neighbours_of(pipeline: Pipeline, segment: frozenset[int]) -> set[int]:
-    """Return the healthy stages that feed a segment."""
+    """Return the healthy stages that feed ``segment``, a set of stages that replay together."""
     return {neighbour for stage in segment for neighbour in pipeline.neighbours(stage)} - segment
 
 

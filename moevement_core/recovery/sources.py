@@ -79,7 +79,7 @@ class MemorySource(SnapshotSource):
         return [holding_of(snapshot, source) for source, snapshot in own + kept]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot; None if it was dropped meanwhile.
+        """Return one snapshot; None if it was dropped since :meth:`holdings` listed it.
 
         If the snapshot is this rank's own, it is not freed before :meth:`release`.
         """
@@ -99,7 +99,8 @@ class MemorySource(SnapshotSource):
         """Return a parity block, which stays in memory until the caller ends the reading.
 
         Returns:
-            None if the block was dropped meanwhile, is damaged, or contains a snapshot only in part.
+            None if the block was dropped since :meth:`summed` listed it, is damaged, or contains a snapshot only in
+            part.
         """
         for group in self._groups():
             if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:

@@ -42,7 +42,7 @@ class Summed:
 def places_in_sums(
     reported: Mapping[int, Sequence[Summed]], places: Mapping[int, Mapping[int, Sequence[Place]]]
 ) -> Iterator[Place]:
-    """Yield places for the snapshots that no rank holds and that can be computed from parity.
+    """Yield a place for each snapshot that no rank holds but that ranks can compute from parity.
 
     Args:
         reported: blocks of parity that each rank holds.

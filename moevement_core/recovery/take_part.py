@@ -25,7 +25,7 @@ PIECE = 4 << 20
 
 
 def summed(store: GroupStore) -> Iterator[Summed]:
-    """Yield the report of each block of parity in ``store``."""
+    """Yield a description of each block of parity in ``store``."""
     for stripe in store.stripes():
         parts = tuple(
             Part(

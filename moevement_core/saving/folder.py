@@ -34,8 +34,8 @@ class _Message:
     """Message of a rank to all others about its folder. It has one fact; the other fields keep their defaults."""
 
     leads: str = ""
-    """Text that is equal on ranks of a node that see the same folder; told in the first exchange. In the second
-    exchange, the name of this rank's mark file; empty unless the rank is a leader."""
+    """Text whose meaning depends on the exchange. In the first exchange, it is equal on ranks of a node that see the
+    same folder. In the second, it is the name of this rank's mark file, and empty unless the rank is a leader."""
     sees: int = -1
     """Rank of the lowest leader whose mark file this leader sees."""
     listing: str = ""
@@ -186,7 +186,7 @@ def _make_folder(template: str, node: str) -> tuple[Path, str]:
 
 
 def _tell_or_refuse(complaint: str | None, local: _Message) -> list[_Message]:
-    """Exchange what each rank found out about its folder, and return it for all ranks. Collective.
+    """Exchange what each rank found out about its folder, and return the messages of all ranks. Collective.
 
     Args:
         complaint: error text of this rank; None without an error.

@@ -438,7 +438,7 @@ class Saving:
         self.watch.forget_peers()
 
     def interrupted(self) -> None:
-        """Go back to the last completed decision. Called after a failure, which may have interrupted a later one."""
+        """Go back to the last completed decision, because a failure may have interrupted a later decision."""
         self.meter.interrupted()
         self._go_by(self._settled)
 

@@ -42,7 +42,7 @@ from moevement_core.util.words import counted
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 MOST_STEPS = 512
-"""Number of newest iterations whose measurements are always kept. Up to twice this number may be kept."""
+"""Number of newest iterations whose measurements stay when older ones are dropped, once twice as many are kept."""
 NETWORK_HEADROOM = 0.5
 """Largest share of the measured network rate that the snapshots of a window may need.
 
@@ -307,7 +307,7 @@ class WindowDecisions:
         return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
 
     def _instead(self) -> list[tuple[str, Kept]]:
-        """Return the flags that ask for weaker protection than the present flags, each with the copies that ranks keep.
+        """Return flags that ask for less protection than the present flags, each with the copies that ranks would keep.
 
         The strongest protection comes first. An error message proposes flags whose copies fit into host memory.
         """
@@ -456,7 +456,7 @@ class WindowDecisions:
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
     ) -> tuple[int, ...] | None:
-        """Return the sizes that the strategy wants according to the measurements.
+        """Return the window sizes that the strategy wants according to the measurements.
 
         A strategy may want several sizes, such as W and the period. For each of them, the result is the largest
         value of any rank.

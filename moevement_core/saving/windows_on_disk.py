@@ -231,7 +231,7 @@ class WindowsOnDisk:
         return header.rank == self.topology.rank and header.on_disk is not None and bool(header.on_disk.without)
 
     def forget_after(self, iteration: int) -> None:
-        """Release the kept snapshots after ``iteration``. Called when the job has rolled back to ``iteration``."""
+        """Release the kept snapshots of iterations after ``iteration``, to which the job has rolled back."""
         later = [lease for lease in self._kept if lease.snapshot.iteration > iteration]
         self._kept = [lease for lease in self._kept if lease not in later]
         for lease in later:
