@@ -98,7 +98,7 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     """Return the first iteration of the replay in which a tied embedding is active on some stage.
 
     From this iteration on, the replay sums the gradients of all copies of the embedding. Before it, every
-    replaying copy is frozen, and the replay has only its compute weights. Every rank calls the function.
+    replaying copy is frozen, so that only its compute weights are loaded. Every rank calls the function.
 
     Returns:
         None if the embedding is not tied, or if no stage that has a copy of it replays.

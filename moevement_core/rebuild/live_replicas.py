@@ -43,8 +43,8 @@ class LiveReplicas(SnapshotSource):
     Args:
         binding: binding of the trainer.
         topology: topology of this generation.
-        mark: iteration whose state is live on this rank, with its boundary state, as recorded at its commit; None if
-            this rank has no state.
+        mark: newest iteration that this rank has committed, with the boundary state after it; None if this rank has no
+            state.
     """
 
     def __init__(self, binding: Binding, topology: Topology, mark: Mark | None) -> None:

@@ -165,7 +165,8 @@ def _plans(
     """Return the plans of the recovery that makes the fewest ranks repeat work.
 
     If possible, this is a single plan for the failed ranks alone: from live replicas, or by redo. Otherwise there is a
-    plan for each segment. If a segment cannot recover alone, there is a single plan in which all stages roll back.
+    plan for each segment of stages that replay together. If such a segment cannot recover alone, there is a single
+    plan in which all stages roll back.
     """
     if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
         return (from_replicas,)
@@ -244,7 +245,7 @@ def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Return the failed fetches that ranks do not repeat; ranks plan again without the snapshots at their sources.
+    """Return the fetches that failed for good; ranks plan again without the snapshots that these were to read.
 
     A snapshot that was damaged on the way is still intact at its source, so ranks fetch it again, up to
     :data:`ATTEMPTS` times in all.

@@ -68,7 +68,7 @@ class Reexecution(Observer):
         Args:
             check: check that compares the result with the lost state.
             shared_from: first iteration in which a tied embedding is active on some stage; None without one.
-            with_all: True if all ranks replay; otherwise the other stages feed this one and wait.
+            with_all: True if all ranks replay; otherwise other stages feed this rank's stage and wait.
 
         Returns:
             Record of the last re-executed iteration; empty if there was none.

@@ -62,7 +62,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
         parts: objects of this rank that a recovery uses.
         until: iteration whose state the job resumes from.
         is_kept: True if this rank kept its state and re-executed nothing.
-        replicas_are_known: True if the replay already compared the replicas.
+        replicas_are_known: True if this recovery has already compared the weights of data-parallel replicas.
 
     Raises:
         RecoveryError: the state of a rank differs from the expected one. Every rank raises it.

@@ -35,13 +35,13 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
     """Return the summary of the recovery over all ranks. Every rank calls it.
 
     Before the call, each rank that replayed has compared the part of the state that it saves. If ``other_arithmetic``
-    explains all differences, rank 0 logs them, and training continues. Two kinds of difference are always errors:
-    in state that was loaded and not updated, because no arithmetic changed it, and between replicas.
+    explains all differences, rank 0 logs them, and training continues. It cannot explain a difference between
+    replicas, or in state that was loaded and not updated, so such a difference is always an error.
 
     Args:
         own: result of this rank.
         other_arithmetic: reason why last bits may differ, as in :class:`~moevement_core.rebuild.prepare.Prepared`.
-        other_data: data flags that differ, as in the same class; the error message lists them.
+        other_data: data flags that differ, as in ``Prepared``; the error message lists them.
 
     Raises:
         RecoveryError: a rank found an unexplained difference. Every rank raises it.

@@ -28,7 +28,7 @@ class AbortAll(Abort):
         store: endpoints of the job's store; connections to it stay open, except those in ``groups``.
         groups: connections to the store that torch's process groups use; the abort shuts them down.
         before: function that the abort calls first; it notes that all later errors are results of the abort.
-        leaving: account of how this rank leaves its generation; the abort tells it each phase that begins.
+        leaving: timer of the phases in which this rank leaves its generation; the abort tells it when a phase begins.
         listeners: inodes of sockets that listened before any process group was made. The abort leaves them open,
             because no process group uses them.
     """

@@ -20,8 +20,8 @@ def make_communicators(pipelines: Iterable[Any] = ()) -> int:
 
     NCCL makes a communicator at the first use of a group, in a call that waits for all ranks of the group. If the first
     use came in a replay, a further failure could interrupt it while state is half replaced. When this function runs, no
-    state has changed yet. Each rank uses its groups in the order in which it made them, which is the same on all ranks.
-    Gloo needs no such call, because it connects a group when the group is made.
+    state has changed yet. Each rank uses its groups in the order in which it made them; all ranks make groups in the
+    same order. Gloo needs no such call, because it connects a group when the group is made.
 
     Args:
         pipelines: pipeline groups, in which neighbouring ranks send to each other, and so do the first and the last

@@ -61,7 +61,8 @@ class DeviceHealth:
     Args:
         number: local number of the device.
         identity: identity of the device (its UUID), by which NVML knows it.
-        probe: uses the device, waits for its result, and raises if the device fails; None: :func:`use_device`.
+        probe: function that uses the device, waits for a result, and raises if the device fails; None:
+            :func:`use_device`.
     """
 
     def __init__(self, number: int, identity: str, probe: Callable[[int], Any] | None = None) -> None:
@@ -90,7 +91,7 @@ class DeviceHealth:
         return DeviceFault(reason, is_broken=is_first) if reason else None
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the fault of the device that caused an exception; None if the exception has another cause."""
+        """Return the device fault that caused ``error``; None if ``error`` has another cause."""
         if (fault := fault_of(error)) is None or (broken := self._what_nvml_reports()) is None:
             return fault
         return DeviceFault(f"{fault.reason}; {broken}", is_broken=True)
@@ -116,7 +117,7 @@ class DeviceHealth:
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """Return the fault of a device that caused an exception, or an exception in its chain; None for other causes."""
+    """Return the device fault that caused ``error``, found in the chain of exceptions; None if there is none."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, _ACCELERATOR_ERROR):
         seen = seen.__cause__ or seen.__context__

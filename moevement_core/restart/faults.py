@@ -80,7 +80,7 @@ class Fault:
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """Parse the text ``rank=2,iteration=17,phase=forward,signal=KILL``; without ``signal`` it is KILL.
+        """Parse the text ``rank=2,iteration=17,phase=forward,signal=KILL``; if ``signal`` is missing, it is KILL.
 
         Raises:
             ConfigError: the text has another form, or an unknown key or value.

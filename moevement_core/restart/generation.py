@@ -51,7 +51,7 @@ class Generation:
     None if the process was not in that generation, or has used no device.
     """
     leaving: Leaving = field(default_factory=Leaving)
-    """Account of the phases in which this process leaves this generation."""
+    """Phases in which this process leaves this generation, with their durations."""
     free_bytes: int | None = None
     """Bytes of device memory that were free after this process had left this generation."""
     guard: Guard | None = None
@@ -132,7 +132,8 @@ def is_fault_of_others(in_generation: Generation | None = None, since_s: float |
 def atomic() -> AbstractContextManager[Any]:
     """Return a context in which no interruption reaches this process. Code in it must not wait for any other process.
 
-    First, the function waits while the lease of this process's node has run out: a replacement may then have its rank.
+    If the lease of this process's node has run out, the function first waits until the node has a lease again. Until
+    then, a replacement may have the rank of this process.
     """
     wait_until_held()
     return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
@@ -155,7 +156,7 @@ def waiting_for_others() -> AbstractContextManager[Any]:
 
 
 def connecting() -> AbstractContextManager[Any]:
-    """Return a context in which ranks make communicators. The shorter limit on hangs applies, even before a commit."""
+    """Return a context in which ranks make communicators, with the limit on hangs that holds after a first commit."""
     now = _generation
     return now.guard.connecting() if now is not None and now.guard is not None else nullcontext()
 

@@ -249,7 +249,7 @@ class _Restarts:
             self._give_back(fault)
 
     def _give_back_after(self, error: Exception, guard: Guard | None = None) -> None:
-        """Give the rank back and end this process if an exception came from its device; otherwise return."""
+        """Give the rank back and end this process if ``error`` came from this process's device; otherwise return."""
         fault = fault_of(error) if self._health is None else self._health.fault_of(error)
         if fault is not None:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Account of how this rank leaves an interrupted generation: its current phase, and the duration of each phase."""
+"""Phases in which this rank leaves an interrupted generation: the current phase, and the duration of each phase."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeavingPhase(StrEnum):
 
 
 class Leaving:
-    """Account of the phases of one rank in one generation. Phases follow each other, on different threads.
+    """Timer of the phases in which one rank leaves one generation. Phases follow each other, on different threads.
 
     Args:
         quiet_s: seconds within which a rank usually leaves its generation. Phases that begin within this time after the

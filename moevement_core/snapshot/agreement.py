@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 HORIZON = 512
-"""Number of iterations that an agreement covers. Runs that began earlier have no status."""
+"""Number of newest iterations that an agreement covers. Runs that began before them have no status."""
 MOST_PERIOD = HORIZON // 4
 """Largest number of iterations from the beginning of one window to the beginning of the next.
 

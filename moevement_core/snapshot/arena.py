@@ -218,7 +218,7 @@ def _nbytes(memory: torch.Tensor) -> int:
 def _without_surplus(
     slabs: Sequence[torch.Tensor], free: Sequence[torch.Tensor], surplus: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], frozenset[int]]:
-    """Return the slabs and free pieces that stay, and the addresses of slabs that later calls should release.
+    """Return the slabs and free pieces that stay, and the addresses of slabs that later calls of ``shrink`` release.
 
     Args:
         slabs: slabs in order of addresses.
@@ -247,8 +247,7 @@ def _without_surplus(
 def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the free pieces in order of addresses, with adjacent pieces of one slab joined."""
     runs: list[tuple[int, int, int]] = []
-    """Runs of adjacent free bytes: index of the slab, offset of the first byte in the slab, and offset after the last.
-    """
+    """Ranges of adjacent free bytes: index of the slab, offset of the first byte in the slab, offset after the last."""
     for piece in sorted(free, key=torch.Tensor.data_ptr):
         place = _place(piece, slabs)
         start = piece.data_ptr() - slabs[place].data_ptr()

@@ -7,7 +7,7 @@ from functools import lru_cache
 from moevement_core.snapshot.snapshot import Entry, Header
 
 BLOCK = 1 << 20
-"""Fewest bytes of a block, except the last one. A tensor is never split, because its digest covers all its bytes."""
+"""Fewest bytes of a block; the last may be smaller. No tensor is split, because its digest covers all its bytes."""
 
 
 @lru_cache(maxsize=64)

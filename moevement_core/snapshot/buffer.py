@@ -68,7 +68,7 @@ class Buffer:
 
 
 def spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split ``source`` (flat uint8) into the lengths of ``targets``; yield each part with its target."""
+    """Split ``source`` (flat uint8) into parts as long as the ``targets``; yield each part with its target."""
     if len(targets) == 1:
         yield source, targets[0]
         return

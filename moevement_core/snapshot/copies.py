@@ -41,7 +41,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 CHUNK_BYTES = 8 << 20
 """Bytes of a chunk. A link of 55 GB/s copies a chunk in 0.15 ms, which is enough time to issue the next chunk."""
 CHUNKS_UNDER_WAY = 2
-"""Most chunks that are issued and not complete. The second chunk keeps the link busy when the first one completes."""
+"""Largest number of chunks issued and not complete. The second keeps the link busy when the first completes."""
 
 
 class Capture:

@@ -1,4 +1,4 @@
-"""Line of text that sums up what sparse checkpointing cost in a run."""
+"""Line of text that sums up what sparse checkpointing cost in a training run."""
 
 from __future__ import annotations
 

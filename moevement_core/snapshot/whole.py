@@ -3,7 +3,7 @@
 State in host memory is hashed with XXH3. State on a GPU stays on the GPU: for each tensor, one kernel launch computes
 two sums over the tensor's words, modulo 2^64. Each word is multiplied by an odd number that depends on the word's
 index. A change of one word changes both sums. Changes of several words stay undetected with a probability of about
-2^-64. A digest of host memory never equals a digest of a GPU, so only those of one kind may be compared.
+2^-64. A digest of host memory never equals a digest of a GPU, so only digests of the same kind may be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moevement_core import log
 Finish = Callable[[], dict[str, str]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 21
-"""Words that torch adds at a time. Each needs 40 bytes of device memory, which torch's allocator keeps afterwards."""
+"""Words that torch adds at a time. A word needs 40 bytes of device memory, which torch's allocator keeps afterwards."""
 _MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 
 
@@ -53,7 +53,7 @@ def _xxh3(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return both sums of all words of ``tensors``, int64 ``[2]``, on their device, without waiting."""
+    """Return the two sums that are the digest of ``tensors``, int64 ``[2]``, on their device, without waiting."""
     total = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
     add = (_kernel() if total.is_cuda else None) or _add
     place = 1
@@ -65,7 +65,9 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
-    """Add the two weighted sums of ``words`` to ``total``. This function defines the digest; kernels have to match it.
+    """Add the two index-weighted sums of ``words`` to ``total``.
+
+    This function defines the digest; kernels have to compute the same sums.
 
     Args:
         words: integers as wide as a tensor's elements, ``[n]``.

@@ -6,8 +6,7 @@ manifest.
 
 Users may keep other files in the directory, under any name. This module deletes a window only if the name has exactly
 the form above and the window provably belongs to this project. The proof is the manifest or, before there is a
-manifest, the marker inside the window's folder. In that
-folder, the module deletes only files that this project writes.
+manifest, the marker inside the window's folder. In that folder, the module deletes only files that this project writes.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Manifest:
     settings: Mapping[str, Any]
     """Settings of the job that wrote the window. A job that loads the window needs equal settings.
 
-    Only its settings of the data may differ (:data:`DATA_SETTINGS`).
+    Only the settings of the training data may differ (:data:`DATA_SETTINGS`).
     """
     arithmetic: tuple[str, ...] = ()
     """Processor and libraries of each rank that wrote the window, as :func:`moevement_core.util.arithmetic.arithmetic`

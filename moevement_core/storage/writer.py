@@ -59,12 +59,12 @@ class _Window:
 
     manifest: Manifest
     files: dict[_Identity, str]
-    """Files that this rank writes for the window. The value says what state the file holds of each operator.
+    """Files that this rank writes for the window. The values say what state a file holds of each operator.
 
-    It has the form of :attr:`Header.contents`.
+    Values have the form of :attr:`Header.contents`.
     """
     older: dict[_Identity, str]
-    """Files of the previous window to which this window has links, in the same form."""
+    """Files of the previous window to which this window has links, in the form of :attr:`files`."""
     writing: Writing = Writing.BUSY
     """Progress of this rank with the window."""
     leased: Sequence[SnapshotLease] = ()
@@ -145,7 +145,7 @@ class WindowWriter:
         self._last_begun = NONE
         self._on_disk: list[str] = []
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
-        """Folder of the window that this rank wrote last, and the content of each file in it."""
+        """Folder of the window that this rank wrote last, and the state that each file in the folder holds."""
         self._durable: _Window | None = None
         """Newest window that is durable on every rank."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -430,7 +430,7 @@ def _more_complete(content: str, before: str | None) -> str:
 
     Args:
         content: state that the schedule asks to write to the file of a snapshot.
-        before: state in the previous window's file of that snapshot; None if the window has no such file.
+        before: state in the previous window's file of that snapshot; None if the previous window has no such file.
     """
     if before is None:
         return content
