@@ -55,7 +55,7 @@ class Holding:
     """Rank that took the snapshot."""
     iteration: int
     state: int
-    """Iteration whose state the snapshot holds."""
+    """Iteration whose state the snapshot holds; see ``Header.state``."""
     schedule: str
     contents: str
     source: Source

@@ -318,7 +318,7 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
 
 
 def _state_at(held: Held, iteration: int) -> int:
-    """Return the iteration whose state the snapshots of ``iteration`` hold."""
+    """Return the iteration whose state ``SS_iteration`` holds; see ``Header.state``."""
     return max(holding.state for places in held.values() for _, _, holding in places[iteration])
 
 

@@ -76,7 +76,7 @@ class WindowsOnDisk:
         They stay in memory only if their files leave out operators.
         """
         self._misses = self._wait = self._failed = 0
-        """Numbers of consecutive failed tries, of windows until the next try, and of windows that were not written."""
+        """Numbers of consecutive failed tries of the folder, windows until the next try, and windows not written."""
         self._is_missing = False
 
     @property

@@ -277,7 +277,7 @@ def _place(piece: torch.Tensor, slabs: Sequence[torch.Tensor]) -> int:
 
 
 def _cut(extents: Sequence[Extent], first: int, last: int) -> tuple[list[Extent], list[torch.Tensor]]:
-    """Split the extents of a buffer; return the extents outside bytes ``first`` to ``last``, and the memory inside."""
+    """Cut bytes ``first`` to ``last`` out of a buffer; return the extents that stay, and the memory cut out."""
     kept, cut = [], []
     for extent in extents:
         start, end = max(extent.start, first), min(extent.end, last)
