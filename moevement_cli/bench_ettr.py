@@ -141,7 +141,8 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         failures = recorded(arguments.trace, arguments.nproc, arguments.speedup)
         if len(failures) < 2:
             raise ConfigError(
-                f"--trace {arguments.trace}: removes nodes at {len(failures)} different times; needs at least 2"
+                f"--trace {arguments.trace}: nodes leave at {len(failures)} different times; give a trace with at "
+                "least 2 such times"
             )
         mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"

@@ -28,7 +28,7 @@ WAYS = {
 - ``redo``: the failed rank alone repeats updates from logged gradients.
 - ``stage``: the stage of the failed rank replays alone.
 - ``all``: all stages replay.
-- ``peers``: all stages replay, and each rank gets its snapshots from peers.
+- ``peers``: all stages replay. No rank keeps its own snapshots, so all snapshots come from peers.
 """
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 """Phases of an iteration. Each kill comes in the next phase of this tuple, and after the last in the first again."""
@@ -70,7 +70,7 @@ def recovery(arguments: argparse.Namespace) -> int:
     if arguments.stages < 2 or arguments.micro_batches < 1 or arguments.rounds < 1 or arguments.window < 1:
         raise ConfigError(
             f"--stages {arguments.stages} --micro-batches {arguments.micro_batches} --rounds {arguments.rounds} "
-            f"--window {arguments.window}; needs 2 or more stages, and 1 or more of each other number"
+            f"--window {arguments.window}; --stages must be 2 or more, and each of the others 1 or more"
         )
     if arguments.kills < 0:
         raise ConfigError(f"--kills {arguments.kills}; needs 0 or more")
@@ -153,7 +153,7 @@ def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dic
 
 
 def _summarise(samples: Samples) -> dict[str, float]:
-    """Return medians over ``samples``, which are all normal iterations, or all replays by the same stages.
+    """Return medians over ``samples``: either normal iterations only, or only replays by the same stages.
 
     Times of a replay are divided by the number of replayed iterations.
     """

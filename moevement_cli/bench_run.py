@@ -1,4 +1,4 @@
-"""Training runs that benchmarks measure: a small MoE on real ranks, with its run directory in a temporary folder."""
+"""Training runs that benchmarks measure: a small MoE on real ranks. The run directory is temporary."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if words and not arguments.nodes:
-        raise ConfigError("COMMAND is given without --nodes; name the nodes that it runs for, as in --nodes n1,n2")
+        raise ConfigError("COMMAND is given without --nodes; name the nodes whose tasks it starts, as in --nodes n1,n2")
     tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
         Coordination(

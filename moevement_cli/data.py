@@ -87,7 +87,9 @@ def _files(inputs: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             texts = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES) and file.is_file())
             if not texts:
-                raise DataError(f"{path}: no text files in this folder; needs one of {', '.join(TEXT_SUFFIXES)}")
+                raise DataError(
+                    f"{path}: no text files in this folder; needs files that end in {', '.join(TEXT_SUFFIXES)}"
+                )
             yield from texts
         elif path.exists():
             yield path

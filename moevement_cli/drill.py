@@ -170,7 +170,7 @@ def _job(arguments: argparse.Namespace) -> list[str]:
 
 
 def _faults(arguments: argparse.Namespace, kind: FlipKind, out: Path) -> list[str]:
-    """Return the flags of one job: for the flip, for the failure after it, and for copies or parity."""
+    """Return a job's flags for the flip and the failure after it, and for the way of saving that ``kind`` needs."""
     first = arguments.at - LEAD if kind in SENT else 0
     where = f",rank={arguments.kill}" if kind in SENT else ""
     words = ["--moevement-inject-flip", f"kind={kind},iteration={first},seed={arguments.seed}{where}"]

@@ -145,7 +145,9 @@ def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[
             tokens, iterations = record["tokens_per_expert"].astype(np.int64), record["iteration"]
         every = int(iterations[1] - iterations[0])
         if tokens.ndim != 3 or tokens.shape[2] < job.experts or every < 1 or tokens.min() < 0:
-            raise ValueError(f"tokens_per_expert has shape {list(tokens.shape)}, a record every {every} iterations")
+            raise ValueError(
+                f"tokens_per_expert has shape {list(tokens.shape)}; records 0 and 1 are {every} iterations apart"
+            )
     except OSError as error:
         raise ConfigError(f"--routing {arguments.routing}: {error.strerror or 'the file is no .npz file'}") from None
     except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:

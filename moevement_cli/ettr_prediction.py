@@ -41,9 +41,9 @@ from moevement_core.simulator.strategies import (
 from moevement_core.simulator.training import train
 
 LIVE = Optimizations(skips_replicated=False, uses_bubbles=False)
-"""Techniques of MoEtion that a live job has.
+"""Techniques of the strategy MoEtion that real jobs use; the simulator assumes no others for predictions.
 
-Copies of a live job yield to training's communication, but do not wait for pipeline bubbles. Peers receive all
+Copies of a real job yield to training's communication, but do not wait for pipeline bubbles. Peers receive all
 non-expert state.
 """
 
@@ -125,9 +125,9 @@ class Measured:
     unslowed: float
     """Simulated cost if copies do not slow training: stalls alone."""
     of_interference: float
-    """Simulated cost of copies to the host with an interference of 1."""
+    """Simulated cost of copies to the host if :attr:`Slowing.interference` is 1."""
     of_contention: float
-    """Simulated cost of copies to peers with a contention of 1."""
+    """Simulated cost of copies to peers if :attr:`Slowing.contention` is 1."""
 
 
 def _measured(jobs: OverLinks) -> Iterator[Measured]:
@@ -211,7 +211,8 @@ def _slowed(scenario: Scenario, slowing: Slowing) -> Scenario:
 def _strategy(scenario: Scenario, sample: Sample, mtbf_s: float) -> Strategy:
     """Return the simulated strategy of a job, with the window or interval of the job.
 
-    A live sender takes a share of its link, and more if the sends would otherwise not end in time.
+    In a real job, a sender takes a larger share of its link if the sends would otherwise not end in time. The returned
+    strategy has this share.
     """
     # Intervals change during a job. Those at the moments of kills decide how many iterations are repeated.
     interval = sample.interval_when_killed or sample.interval

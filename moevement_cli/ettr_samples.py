@@ -35,7 +35,7 @@ class Sample:
 
     strategy: str
     schedule: str
-    """Name of the schedule of kills: :data:`NEVER`, or the mean time between kills (of a trace: with its name)."""
+    """Name of the schedule of kills: :data:`NEVER`, or the mean time between kills, with the trace in parentheses."""
     mtbf_s: float | None
     """Mean seconds between kills. None: the job had no kills."""
     seed: int
@@ -94,7 +94,7 @@ class Sample:
     def available(self) -> float:
         """Share of the time that was not lost to failures.
 
-        Iteration time and training time both come from this job, so a slow machine changes both of them.
+        The share is a ratio of two times of this job, so it is about the same on a slow machine.
         """
         return min(1.0, self.iterations * self.iteration_s / self.training_s)
 
@@ -284,8 +284,9 @@ class Ettr:
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     """Return the ETTR of ``samples``: mean share of time not lost to failures, divided by 1 + the cost of saving.
 
-    The confidence interval combines those of the mean loss per failure and of the cost, as if the two were independent.
-    The loss is averaged over failures, because there are few jobs.
+    The confidence interval combines two intervals as if they were independent: that of the mean time lost to a failure,
+    and that of the cost.
+    The mean is over failures rather than over jobs, because there are few jobs.
     """
     available = statistics.fmean(sample.available for sample in samples)
     losses = [loss_s for sample in samples for loss_s in sample.lost_s]
@@ -301,7 +302,7 @@ def _interval(sample: Sample) -> str:
 
 
 def _overhead(samples: Sequence[Sample]) -> str:
-    """Return the measured overhead as text: for one job its value and interval, for several jobs the median."""
+    """Return the overhead as text: for one job with its confidence interval, for several jobs the median alone."""
     known = [sample for sample in samples if sample.overhead is not None]
     if not known:
         return ""

@@ -153,7 +153,7 @@ def _with_machines(job: Scenario, arguments: argparse.Namespace) -> Scenario:
 
 
 def _with_flags(job: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """Return the job with the checkpointing, failures and run that the command line gives."""
+    """Return the job with the command line's values for checkpointing, failures, and simulated trainings."""
     replicas = arguments.replicas
     if arguments.protection is not None:
         replicas = protection_of("--protection", arguments.protection).replicas

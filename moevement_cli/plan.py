@@ -407,7 +407,7 @@ def _size(value: float) -> str:
 
 
 def as_json(plan: CheckpointPlan) -> dict[str, Any]:
-    """Return all numbers of the tables, and the slots of every stage, as plain data. Units are bytes and seconds."""
+    """Return all printed numbers and the slots of every stage as plain data, in bytes and seconds."""
     return _as_json(plan) | {"redo": _as_json(plan.redo())}
 
 

@@ -108,10 +108,10 @@ def _ends(overhead: RecordedOverhead | None) -> tuple[float, float]:
 
 
 def view(costs: Sequence[SavingCosts]) -> tuple[float, float]:
-    """Return the range in percent that a drawing of ``costs`` shows: zero, all values, and each run's newest interval.
+    """Return the range in percent that a drawing of ``costs`` shows.
 
-    Older intervals may exceed the range: they come from few comparisons, and are often so wide that values would look
-    flat.
+    The range includes zero, all values, and each run's newest confidence interval. Older intervals may exceed the
+    range: they come from few comparisons, and are often so wide that values would look flat.
     """
     shown = [0.0]
     for cost in costs:

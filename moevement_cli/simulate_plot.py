@@ -95,7 +95,10 @@ def _draw_behind(here: Mapping[str, Cell], styles: Mapping[str, Mapping[str, Any
 
 
 def _draw_intervals(cells: Sequence[Cell], axis: Any) -> None:
-    """Draw ETTR by the formula over the interval of dense checkpoints in peers' memory, for the first job."""
+    """Draw ETTR over the interval of dense checkpoints in peers' memory, for the first job.
+
+    The ETTR comes from a formula (MoEvement, section 2.4), not from simulated failures.
+    """
     costs = cells[0].strategy.costs
     best = {mtbf_s: Gemini(costs, mtbf_s).interval for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells)}
     most = 8 * max(best.values())
