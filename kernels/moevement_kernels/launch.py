@@ -174,8 +174,8 @@ def _check_targets(
     if x.dtype not in DTYPES or dy.dtype != x.dtype or dy.shape[0] != sum(counts) or len(into) != len(counts):
         raise ValueError(
             f"the gradient of the outputs is {tuple(dy.shape)} {dy.dtype}, {names[1]} is {x.dtype}, and there are "
-            f"{len(into)} gradients for token counts {list(counts)}; both need the same dtype, one of {DTYPES}, "
-            "the gradient of the outputs needs a row for each token, and each count needs a gradient"
+            f"{len(into)} gradients for token counts {list(counts)}; the gradient of the outputs needs a row for each "
+            f"token and the dtype of {names[1]}, one of {DTYPES}, and each count needs a gradient"
         )
     if x.shape[0] != sum(counts_of_active(counts, active)):
         raise ValueError(
@@ -230,7 +230,7 @@ def _check(
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
             f"{rows} {tuple(x.shape)} and probabilities {tuple(p.shape)}; the token counts sum to T = {sum(counts)}, "
-            f"so they must be [T, {w2.rows}] and [T]"
+            f"so the shapes must be [T, {w2.rows}] and [T]"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]
@@ -244,11 +244,13 @@ def _check(
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
         raise ValueError(
             f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, and W2 of {len(w2.data)} experts is "
-            f"{(w2.rows, w2.columns)}; they must be {(wanted, w2.rows)} and [H, F] for {len(counts)} experts and the "
-            f"activation {kind}"
+            f"{(w2.rows, w2.columns)}; with this W2 and the activation {kind}, W1 must be {(wanted, w2.rows)}, and "
+            f"both must have {len(counts)} experts"
         )
     if Format.FP8_PER_BLOCK in (w1.format, w2.format) and kind.is_gated and w2.columns % BLOCK:
-        raise ValueError(f"F is {w2.columns}; it must be a multiple of {BLOCK} for gated activations with block scales")
+        raise ValueError(
+            f"W2 has {w2.columns} columns; needs a multiple of {BLOCK} for gated activations and block scales"
+        )
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,8 +42,8 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
         raise ConfigError(f"tokens {loads.tolist()}; needs a number of tokens, 0 or more, for each expert")
     if slots < loads.size or floor < 1:
         raise ConfigError(
-            f"{slots} slots for {loads.size} experts, with at least {floor} for each; needs at least one slot for each "
-            "expert, and a minimum of 1 or more"
+            f"{slots} slots for {loads.size} experts, with at least {floor} for each; needs as many slots as experts "
+            "or more, and at least 1 for each"
         )
     floor = min(floor, slots // loads.size)
     replicas = np.zeros(loads.size, dtype=np.int64)

@@ -61,7 +61,7 @@ def assign_places(held: Sequence[Held], wanted: Sequence[Placement]) -> dict[int
     nodes = sorted(held[0])
     for placement in wanted:
         if len(nodes) != len(placement):
-            raise ValueError(f"{len(nodes)} nodes, but {len(placement)} places; both numbers must be equal")
+            raise ValueError(f"{len(nodes)} nodes, but a placement for {len(placement)}; both numbers must be equal")
     fetched = np.zeros((len(nodes), len(nodes)), dtype=np.int64)
     for of_layer, placement in zip(held, wanted, strict=True):
         fetched += _fetched([of_layer[node] for node in nodes], placement)

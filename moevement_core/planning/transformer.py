@@ -216,7 +216,7 @@ def _stages(model: Transformer, layout: Layout) -> Iterator[StageShape]:
     if len(counts) not in (stages, stages * chunks) or sum(counts) != model.num_layers or min(counts) < 0:
         raise ConfigError(
             f"layers {list(counts)} for a model of {model.num_layers} layers on {stages} stages of {chunks} chunks; "
-            "give one number for each stage, or one for each chunk; their sum has to be the layers of the model"
+            "give one number for each stage, or one for each chunk; the sum has to be the number of layers"
         )
     if len(counts) == stages and chunks > 1:
         raise ConfigError(

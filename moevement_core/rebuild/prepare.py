@@ -216,8 +216,8 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
         records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
         if unknown := needed - records - _outcomes(reports, report).keys():
             raise RecoveryError(
-                f"no rank of rank {report.rank}'s model replica has the outcome (gradient norm, skipped or not) of "
-                f"iteration {min(unknown)}; without it stage {report.stage} cannot replay alone"
+                f"no rank in the model replica of rank {report.rank} has the outcome (gradient norm, skipped or not) "
+                f"of iteration {min(unknown)}; without this outcome, stage {report.stage} cannot replay alone"
             )
 
 

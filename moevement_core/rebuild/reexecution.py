@@ -136,5 +136,7 @@ class Reexecution(Observer):
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:
-            raise NotImplementedError(f"{type(binding).__name__}: record() of its Trainer returns no step; define it")
+            raise NotImplementedError(
+                f"{type(binding).__name__}: record() of its Trainer returns no key 'step'; add it"
+            )
         recapture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)

@@ -88,8 +88,8 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise RecoveryError(
-            f"the kept state of ranks is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. It must "
-            "not be used: start again from a dense checkpoint or a window on disk"
+            f"survivors hold another state than that of iteration {until}: {'; '.join(wrong[:5])}{more}. Their state "
+            "must not be used: start again from a dense checkpoint or a window on disk"
         )
     return SurvivorChecks(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
 

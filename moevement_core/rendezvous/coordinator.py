@@ -523,7 +523,7 @@ class Coordinator:
             self.stop(f"{since}; the number of members is {len(self.members)}, but the job has {self._ranks} ranks")
             return True
         if not self._is_reported:
-            self._report(f"{since}; the job begins, and spares take the ranks of these members")
+            self._report(f"{since}; the job begins, and spares take the ranks of the absent members")
             self._is_reported = True
         return False
 

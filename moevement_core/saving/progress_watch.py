@@ -117,7 +117,7 @@ class ProgressWatch:
         if schedule.slot(persisted) == 0 or self.announced == NONE:
             self.announced = persisted
             self._reports.log(
-                f"window of iteration {persisted} is persisted on every rank ({schedule.snapshots} slots, "
-                f"{peers} peers; replication lag {progress.lag})"
+                f"the window whose first snapshot is {persisted} is persisted on every rank "
+                f"({schedule.snapshots} slots, {peers} peers; replication lag {progress.lag})"
             )
             self._reports.event(WindowPersisted(persisted, schedule.size, schedule.id, progress.lag))

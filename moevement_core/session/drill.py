@@ -58,7 +58,9 @@ def wipe_and_recover(
     done = recoverer.recover(committed, stages)
     if done.lost_tokens:
         if parts.topology.rank == 0:
-            log.info(f"the restored state of iteration {committed} differs from the wiped state: {done.losses}")
+            log.info(
+                f"the restored state of iteration {committed} differs from the state before the wipe: {done.losses}"
+            )
         return done
     after = _digests(parts)
     changed_parts = all_gather_objects([part for part in before if before[part] != after[part]], list[str])

@@ -54,7 +54,9 @@ class FailureModel:
         AT_LEAST_ONE.check("nodes", self.nodes)
         SHAPES.check("Weibull shape", self.shape)
         if not 0 <= self.together < 1:
-            raise ConfigError(f"probability {self.together} of failing together; needs at least 0 and less than 1")
+            raise ConfigError(
+                f"probability {self.together} of nodes failing together; needs at least 0 and less than 1"
+            )
 
     def draw(self, until_s: float, seed: int) -> list[Failure]:
         """Return the failures of the first ``until_s`` seconds, in order of time.

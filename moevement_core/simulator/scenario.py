@@ -143,7 +143,9 @@ class Scenario:
         if saved.window_kind not in tuple(WindowKind):
             raise ConfigError(f"window_kind {saved.window_kind!r}; needs one of {', '.join(WindowKind)}")
         if saved.window is not None and saved.window < 1:
-            raise ConfigError(f"window {saved.window}; needs 1 or more; without it, the plan chooses the window")
+            raise ConfigError(
+                f"window {saved.window}; needs 1 or more, or leave window out, so that the plan chooses it"
+            )
         AT_LEAST_ONE.check("period", saved.period)
         if saved.replicas < 0:
             raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")

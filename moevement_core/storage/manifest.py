@@ -163,19 +163,21 @@ def _check(path: Path, manifest: Manifest) -> None:
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
         raise SnapshotError(f"{path}: 'first', 'last' and 'reaches' are {numbers}; all three must be whole numbers")
     if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
-        raise SnapshotError(f"{path}: first is {manifest.first} and last is {manifest.last}; these form no window")
+        raise SnapshotError(
+            f"{path}: 'first' is {manifest.first} and 'last' is {manifest.last}; this range is no window"
+        )
     if not isinstance(manifest.progress, dict) or not all(
         isinstance(number, int) and number >= 0 for number in manifest.progress.values()
     ):
         raise SnapshotError(
-            f"{path}: progress is {str(manifest.progress)[:60]}; needs a mapping of names to numbers of 0 or more"
+            f"{path}: 'progress' is {str(manifest.progress)[:60]}; needs a mapping of names to numbers of 0 or more"
         )
     if not isinstance(manifest.settings, dict):
         raise SnapshotError(
-            f"{path}: settings are {str(manifest.settings)[:60]}; needs a mapping from names of settings to values"
+            f"{path}: 'settings' is {str(manifest.settings)[:60]}; needs a mapping from names of settings to values"
         )
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
-        raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs a list of names")
+        raise SnapshotError(f"{path}: 'arithmetic' is {str(manifest.arithmetic)[:60]}; needs a list of names")
     if path.name != f"{manifest.name}.json":
         raise SnapshotError(
             f"{path}: the file is the manifest of {manifest.name[:60]}; rename it to the name of that window"

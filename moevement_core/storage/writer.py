@@ -398,7 +398,9 @@ class WindowWriter:
         self._not_written += 1
         if not self._not_written & (self._not_written - 1):  # only the 1st, 2nd, 4th, 8th ... failure is reported
             first, so_far = window.manifest.first, f" ({self._not_written} so far)" if self._not_written > 1 else ""
-            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; ranks try the next one")
+            self._report(
+                f"the window from iteration {first} on is not on disk{so_far}: {why}; ranks will write the next window"
+            )
 
 
 def _release(window: _Window) -> None:

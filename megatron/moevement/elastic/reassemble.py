@@ -111,7 +111,7 @@ def _bring(
     boundary = live_boundary(meeting, survivor, stand)
     try:
         if not all(all_gather_objects(boundary is not None, bool)):
-            raise StateMissing("a pipeline stage has no survivor with the newest iteration")
+            raise StateMissing("a pipeline stage has no survivor with the state of the newest iteration")
         exchanged = bring_live_state(live, stand, meeting.newest, survivor, is_verified=is_verified)
         iteration = meeting.newest
     except StateMissing as why:

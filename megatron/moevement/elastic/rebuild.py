@@ -151,9 +151,7 @@ def _agree(
             return plan, formation, handed_out
         usable[formation] = [holding for holding in usable.get(formation, ()) if holding not in damaged]
         if dist.get_rank() == 0:
-            log.warning(
-                f"{counted(count, 'snapshot')} damaged or missing; ranks plan the recovery again without what they hold"
-            )
+            log.warning(f"{counted(count, 'snapshot')} damaged or missing; ranks plan the recovery again without these")
 
 
 def _plan(

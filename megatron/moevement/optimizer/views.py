@@ -343,7 +343,9 @@ def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tup
     quantised = quantised_buffers(parameter)
     if quantised is None:
         if not parameter.data.is_contiguous():
-            raise OperatorError(f"a parameter of shape {list(parameter.shape)} is not contiguous; it has no flat range")
+            raise OperatorError(
+                f"a parameter of shape {list(parameter.shape)} is not contiguous; a snapshot needs it in one piece"
+            )
         yield "weight", parameter.data.view(-1)[start:end]
         return
     if (half := getattr(parameter, HALF, None)) is not None:

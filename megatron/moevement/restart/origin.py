@@ -108,7 +108,8 @@ def as_at_first(args: Namespace, first: str) -> Origin:
         if checkpoint_meant(args) != RELEASE:
             raise RecoveryError(
                 f"--load {args.load}: this job began from the checkpoint 'release' there, but {TRACKER} now names "
-                "another one, so a recovery cannot load it; start anew, with --save in another folder than --load"
+                "another checkpoint, so a recovery cannot load 'release'; start anew, and give --save another folder "
+                "than --load"
             )
         return Origin(f"the release in --load {args.load}, as at the job's first start")
     if (fault := torn(Path(args.load) / f"iter_{int(first):07d}")) is not None:

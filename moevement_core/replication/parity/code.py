@@ -27,8 +27,8 @@ def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
     """
     if not members >= 1 or not parities >= 1 or members + parities > MOST:
         raise ConfigError(
-            f"a parity group has {members} ranks and {parities} blocks; needs 1 or more of each, and at most {MOST} "
-            "in sum"
+            f"a parity group has {members} ranks and {parities} blocks of parity; needs 1 or more of each, and "
+            f"at most {MOST} together"
         )
     rows = [[inverse(row ^ (parities + column)) for column in range(members)] for row in range(parities)]
     first = [inverse(value) for value in rows[0]]

@@ -164,7 +164,9 @@ class GroupStore:
             stripe.users += 1
         if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
             what = f"parity of iteration {iteration} of ranks {', '.join(map(str, self.group.members))}"
-            damage.report("the digest of a sum that is read", what, "the recovery is planned again without it")
+            damage.report(
+                "the digest of a parity sum, checked before use", what, "the recovery is planned again without it"
+            )
             self.end_reading(stripe)
             return None
         return stripe
