@@ -175,7 +175,7 @@ def _check_targets(
         raise ValueError(
             f"the gradient of the outputs is {tuple(dy.shape)} {dy.dtype}, {names[1]} is {x.dtype}, and there are "
             f"{len(into)} gradients for token counts {list(counts)}; the gradient of the outputs needs a row for each "
-            f"token and the dtype of {names[1]}, one of {DTYPES}, and each count needs a gradient"
+            f"token and the dtype of {names[1]}, which must be one of {DTYPES}; each token count needs one gradient"
         )
     if x.shape[0] != sum(counts_of_active(counts, active)):
         raise ValueError(

@@ -79,8 +79,10 @@ class Refusable(ABC):
 
 
 lock = threading.RLock()
-"""Lock of all transports. Code always enters this lock itself, and never through the condition :data:`changed`. The
-docstring of :mod:`moevement_core.util.gate` gives the reason."""
+"""Lock of all transports. Code always enters this object, and never the condition :data:`changed` with the same lock.
+
+The docstring of :mod:`moevement_core.util.gate` gives the reason.
+"""
 changed = threading.Condition(lock)
 """Condition of :data:`lock`. Each change for which a thread of a transport may wait notifies all such threads."""
 _refusable: WeakSet[Refusable] = WeakSet()

@@ -232,7 +232,7 @@ class OwnSnapshots:
             }
 
     def acked_by(self, peers: Collection[int]) -> dict[int, Contents]:
-        """Return the snapshots that all ``peers`` hold; all captured snapshots if there are no peers.
+        """Return what all ``peers`` hold of each snapshot; what was captured if there are no peers.
 
         Returns:
             What peers hold of each snapshot, by iteration; the whole contents if there are no peers.

@@ -32,7 +32,7 @@ class OperatorShape:
 
 
 class Part(NamedTuple):
-    """Part of one tensor: the elements of which one rank holds the optimizer state."""
+    """Part of one tensor: those elements whose optimizer state is on one rank."""
 
     operator: int
     """Index of the operator in its stage."""

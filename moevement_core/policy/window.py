@@ -46,7 +46,7 @@ class WindowKind(StrEnum):
     """A slot saves the compute weights of operators in later slots, as in the paper. A recovery needs a whole window
     and rolls back W to 2W iterations."""
     ROLLING = "rolling"
-    """A slot saves the compute weights of all operators outside the slot. A recovery can use any W consecutive
+    """A snapshot also saves the compute weights of all operators outside its slot. A recovery can use any W consecutive
     snapshots and rolls back W iterations. Snapshots have more bytes than with ``ALIGNED``."""
 
 

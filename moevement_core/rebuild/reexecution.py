@@ -111,7 +111,7 @@ class Reexecution(Observer):
 
     @override
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """Add the snapshot of ``iteration`` to this rank's own snapshots if it is missing there.
+        """Add the snapshot of ``iteration``, which is dense now, to this rank's own snapshots if it is missing there.
 
         The snapshot is missing if the failure destroyed it, or if this rank had not captured it yet. Training needs it
         to complete an unfinished window. If the recovery has lost updates, the rank captures the snapshots of

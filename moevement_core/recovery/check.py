@@ -104,7 +104,7 @@ class StateCheck:
 
     @property
     def verified_until(self) -> int:
-        """Iteration :attr:`known_until`; ``NONE`` if no operator was compared after an update.
+        """Iteration :attr:`known_until` if at least one operator was compared after an update, else ``NONE``.
 
         Without an update, the comparison proves only that the snapshots were loaded correctly.
         """

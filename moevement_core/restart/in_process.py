@@ -75,7 +75,7 @@ class GuardSettings:
     """Settings for the guard of a rank while it trains."""
 
     hang_s: float
-    """Seconds without Python code in the main thread after which the rank counts as hung."""
+    """Limit in seconds: if the main thread runs no Python code for longer, the rank counts as hung."""
     interval_s: float = 0.5
     """Seconds between two checks of the monitoring thread."""
     faults: Sequence[Fault] = ()

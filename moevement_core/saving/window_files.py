@@ -27,7 +27,7 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """Source of the snapshots in one window on disk, as far as this rank reports them to all ranks.
+    """Source of those snapshots of one window on disk that this rank reports to all ranks.
 
     Each rank reports the files with its own snapshots. The first rank of a folder also reports files in it whose owners
     use another folder.

@@ -49,7 +49,7 @@ class Mark:
 
 
 class Commit(ABC):
-    """Commit point of one rank: it makes the optimizer step in the order of the module's docstring."""
+    """Optimizer step of one rank around its commit point, in the order that the module's docstring gives."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
