@@ -22,7 +22,7 @@ TIMES = {
     # Times of a recovery on several hosts, for its report: failure noticed, ranks left, groups usable, and so on.
     "session/rejoin.py": 4,
     "rendezvous/member.py": 1,
-    "rendezvous/coordinator.py": 1,
+    "rendezvous/coordinator.py": 2,  # times of rosters and of the first commit, for reports and ETTR
     "rendezvous/losses.py": 1,
     "restart/generation.py": 1,
     # Begin of a trace of failures, which is the same on all hosts, and the time since the begin.
