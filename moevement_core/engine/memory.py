@@ -81,9 +81,8 @@ class SnapshotMemory:
         Args:
             snapshots: schedule and slot of each snapshot.
         """
-        rows = dict[
-            str, dict[int, int]
-        ]()  # A schedule with an interval has slots without a snapshot, and without a row.
+        # Not every slot has a row: a schedule with an interval has slots without a snapshot.
+        rows: dict[str, dict[int, int]] = {}
         total = 0
         for schedule, slot in snapshots:
             if schedule.id not in rows:

@@ -123,7 +123,8 @@ def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: flo
         ConfigError: a leader cannot write or read its folder. Every rank raises it.
     """
     leader_of = [identities.index(identity) for identity in identities]
-    is_leader = leader_of[dist.get_rank()] == dist.get_rank()
+    rank = dist.get_rank()
+    is_leader = leader_of[rank] == rank
     mark = folder / f"{_MARK}{uuid.uuid4().hex}"
     complaint, is_made, first = None, False, -1
     try:
@@ -134,10 +135,10 @@ def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: flo
             except OSError as error:
                 complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
         messages = _tell_or_refuse(complaint, _Message(leads=mark.name if is_leader else ""))
-        leaders = {message.leads: rank for rank, message in enumerate(messages) if message.leads}
+        leaders = {message.leads: number for number, message in enumerate(messages) if message.leads}
         if is_leader:
             try:
-                first = within(patience_s, lambda: _first_seen(folder, leaders))
+                first = within(patience_s, lambda: _first_seen(folder, leaders, rank))
             except OSError as error:
                 complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
         firsts = [finding.sees for finding in _tell_or_refuse(complaint, _Message(sees=first))]
@@ -145,22 +146,23 @@ def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: flo
         if is_made:
             with suppress(OSError):
                 within(patience_s, mark.unlink)
-    own = firsts[leader_of[dist.get_rank()]]
-    return tuple(rank for rank, leader in enumerate(leader_of) if firsts[leader] == own)
+    own = firsts[leader_of[rank]]
+    return tuple(number for number, leader in enumerate(leader_of) if firsts[leader] == own)
 
 
-def _first_seen(folder: Path, leaders: dict[str, int]) -> int:
+def _first_seen(folder: Path, leaders: dict[str, int], own: int) -> int:
     """Return the lowest leader whose mark file is in ``folder``.
 
     Args:
         folder: folder of this rank, which is a leader.
         leaders: ranks of all leaders by the names of their mark files, the lowest rank first.
+        own: this rank. It counts even if the disk does not list its mark file, as a network disk may at first.
     """
     lowest = next(iter(leaders))
     # Usually all nodes share a folder, and one question is enough. If not, few leaders see this folder.
     if (folder / lowest).exists():
         return leaders[lowest]
-    return min(leaders[path.name] for path in folder.glob(f"{_MARK}*") if path.name in leaders)
+    return min([own, *(leaders[path.name] for path in folder.glob(f"{_MARK}*") if path.name in leaders)])
 
 
 def _listed(flag: str, folder: Path) -> tuple[str | None, _Message]:

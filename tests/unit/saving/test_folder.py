@@ -85,6 +85,13 @@ def test_a_node_leaves_one_mark_and_asks_for_one(tmp_path: Path, monkeypatch: py
     assert len([name for name in asked if name in left]) == 2
 
 
+def test_a_disk_that_lists_marks_late_leaves_a_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(()))
+    shared = Ranks(2, monkeypatch).run(lambda rank: find_folder("--flag", str(tmp_path), f"n{rank}", PATIENCE_S))
+    assert [place.members for place in shared] == [(0,), (1,)]
+
+
 def test_all_ranks_refuse_a_folder_that_one_cannot_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     refused = list[str]()
