@@ -5,10 +5,11 @@ A node has at most one member or block of a group, so the loss of a node costs t
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from moevement_core.errors import ConfigError
 
@@ -61,7 +62,7 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
         )
     count = -(-len(here) // members)
     bounds = [len(here) * number // count for number in range(count + 1)]
-    load = [0] * len(here)
+    load = _Load(len(here))
     groups = []
     for place in range(max(map(len, here))):
         for first, last in pairwise(bounds):
@@ -71,13 +72,40 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
             group_ranks = tuple(here[node][place] for node in inside if place < len(here[node]))
             if not group_ranks:
                 continue
-            others = [(node + place) % len(here) for node in range(last, first + len(here))]
-            chosen = sorted(others, key=lambda node: load[node])[:parities]
-            for node in chosen:
-                load[node] += 1
+            chosen = load.take(parities, (last + place) % len(here), but=inside)
             holders = tuple(here[node][place % len(here[node])] for node in chosen)
             groups.append(Group(group_ranks, holders, members))
     return tuple(groups)
+
+
+class _Load:
+    """Number of parity blocks on each node. A search for the least loaded nodes takes logarithmic time."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes: dict[int, list[int]] = {0: list(range(nodes))}
+        """Nodes in ascending order, by number of blocks."""
+
+    def take(self, count: int, first: int, but: Collection[int]) -> list[int]:
+        """Add a block to the ``count`` nodes that have the fewest; among equals, to the next ones from ``first`` on.
+
+        Args:
+            count: number of nodes.
+            first: node at which the search begins; it goes on cyclically.
+            but: nodes to leave out.
+
+        Returns:
+            The nodes, the one with the fewest blocks first.
+        """
+        chosen: list[tuple[int, int]] = []
+        for blocks, nodes in sorted(self._nodes.items()):
+            begin = bisect_left(nodes, first)
+            around = (nodes[(begin + step) % len(nodes)] for step in range(len(nodes)))
+            others = (node for node in around if node not in but)
+            chosen += [(blocks, node) for node in islice(others, count - len(chosen))]
+        for blocks, node in chosen:
+            self._nodes[blocks].remove(node)
+            insort(self._nodes.setdefault(blocks + 1, []), node)
+        return [node for _, node in chosen]
 
 
 WIDEST = 8
