@@ -190,7 +190,8 @@ def report(rows: list[Compared], scenario: Scenario, profile: Profile, iteration
         f"{row.ettr:.3f} | {row.predicted_ettr:.3f} | {row.predicted_ettr - row.ettr:+.3f} |"
         for row in rows
     )
-    worst = max(abs(row.predicted_ettr - row.ettr) for row in rows)
+    differences = [abs(row.predicted_ettr - row.ettr) for row in rows]
+    worst, mean = max(differences), statistics.mean(differences)
     saved = scenario.checkpointing
     slowest = statistics.median(row.iteration_s for row in rows) / profile.sizes[0].iteration_s
     return f"""# Predicted against measured
@@ -208,10 +209,9 @@ interrupted iteration. Iterations that other work on the machine slows do not co
 |---|---|---|---|---|---|---|---|---|---|
 {table}
 
-The largest difference is {worst:.3f}. If only one rank dies at a time, the prediction is within 0.02. Larger differences come from a
-failure during a recovery, after which both stages were restored. Two processes then set up, and two stages load and replay, on two
-cores at the same time, while the constants are those of one (aborting took 1.0 s there and the replay 2.3 s). In addition, the
-record does not say when exactly a failure came if its recovery was interrupted.
+The mean absolute difference is {mean:.3f}, and the largest difference is {worst:.3f}. A failure during a recovery is predicted least well.
+Both stages are restored then: two processes set up, and two stages load and replay, on two cores at the same time, while the
+constants are those of one. In addition, the record does not say when exactly a failure came if its recovery was interrupted.
 
 **Not predicted**: with snapshots, copies for peers and spares, an iteration of these jobs takes {slowest:.0%} of the time in the profile,
 because four ranks already use both cores. A user would measure this share (`moevement bench overhead`) and give it as

@@ -73,7 +73,10 @@ class PlanInput:
     window: int | None = None
     """Window W in iterations that the user requires; None: the plan chooses W."""
     period: int | None = None
-    """Period that the user requires: iterations from one window's start to the next; None: ``overhead_cap`` decides."""
+    """Period that the user requires: iterations from one window's start to the next window's start.
+
+    None: the period is ``window`` if the user requires that, and otherwise ``overhead_cap`` decides.
+    """
     contention: float = 0.0
     """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone; 0: no
     slow-down."""
@@ -217,7 +220,9 @@ class CheckpointPlan:
                 f"period {inputs.period} with windows of {self.size} iterations; needs {self.size} to {MOST_PERIOD} "
                 "iterations"
             )
-        self.period: int = inputs.period or max(self.size, *map(self._shortest_period, stages))
+        # A live job with --moevement-window has no pauses between windows either.
+        chosen = self.size if inputs.window is not None else max(self.size, *map(self._shortest_period, stages))
+        self.period: int = inputs.period or chosen
         """Iterations from one window's start to the next window's start: W plus :attr:`StagePlan.rest`."""
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
