@@ -2,7 +2,7 @@
 
     python -m benchmarks.elastic_rebalance                 (eight minutes)
 
-The benchmark trains the laptop preset on four data-parallel ranks, with four slots for eight experts each, without an
+The benchmark trains the laptop preset on four data-parallel ranks, with six slots for eight experts each, without an
 auxiliary loss that would even out the loads. In the first training, the placement for equal loads never changes. In
 each other training, the job checks the loads at a fixed interval of iterations.
 """
@@ -24,6 +24,8 @@ OUTPUT = Path(__file__).with_suffix(".md")
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_moe"
 NEVER = 1_000_000
+SLOTS = 6
+"""Slots for experts on each rank. With four, each of the eight experts would have its two replicas, and none could move."""
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def _train(run_dir: Path, every: int, iterations: int) -> RunRecord:
         "--nproc", "4", "--spares", "0", str(SCRIPT / "pretrain_gpt.py"), "--config",
         str(SCRIPT / "configs" / "laptop.yaml"),
         "--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--moe-aux-loss-coeff", "0",
-        "--train-iters", str(iterations), "--eval-iters", "0", "--moevement-elastic", "--moevement-expert-slots", "4",
+        "--train-iters", str(iterations), "--eval-iters", "0", "--moevement-elastic", "--moevement-expert-slots", str(SLOTS),
         "--moevement-rebalance-interval", str(every), "--run-dir", str(run_dir),
     ]  # fmt: skip
     subprocess.run(
@@ -81,7 +83,7 @@ def report(rows: list[list[str]], iterations: int) -> str:
 
     python -m benchmarks.elastic_rebalance        (writes this file)
 
-The laptop preset trains {iterations} iterations on four data-parallel ranks with four slots for eight experts each, without an
+The laptop preset trains {iterations} iterations on four data-parallel ranks with {SLOTS} slots for eight experts each, without an
 auxiliary loss. The second column is the time of the expert part of an iteration, relative to even loads, if every rank has
 its own processors. Here four ranks share two cores, so the time of an iteration does not show it. A rebalance interrupts all
 ranks. *s each* is the time from the interruption to the next iteration, most of it to build new models.

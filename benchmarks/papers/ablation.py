@@ -28,7 +28,8 @@ EVERY_GRADIENT = Path(__file__).with_name("every_gradient.py")
 FLAGS = (
     "--pipeline-model-parallel-size", str(RANKS), "--num-layers", str(RANKS), "--global-batch-size", str(MICRO_BATCHES),
     "--moevement-sparse-ckpt", "--moevement-window", str(WINDOW), "--moevement-recovery", "replay",
-    "--moevement-replicas", "1", "--moevement-replicas-on-same-node",
+    "--moevement-replicas", "1", "--moevement-replicas-on-same-node", "--hidden-size", "256", "--ffn-hidden-size", "512",
+    "--moe-ffn-hidden-size", "512", "--seq-length", "64", "--max-position-embeddings", "64",
 )  # fmt: skip
 
 
