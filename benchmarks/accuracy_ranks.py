@@ -39,7 +39,7 @@ RANKS = 4
 KILLED = (1, 2, 3, 0)
 """Rank that each failure ends."""
 FREE = "failure-free"
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
 PERSIST = "{persist}"
 """Word that stands for the folder of windows on disk in :data:`STRATEGIES`."""
 MOC = (

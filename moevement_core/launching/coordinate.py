@@ -36,6 +36,11 @@ from moevement_core.util.file_modes import file_mode, make_folder
 from moevement_core.util.words import spares_words
 
 POLL_S = 0.05
+ENTRIES_S = 2.0
+"""Longest time in seconds until ``ranks.json`` lists spares whose supervisor has lost or regained its connection.
+
+All other changes are written at once.
+"""
 MOST_PORT = 65535
 GRACE_S = 60.0
 """Longest time in seconds for which the coordinator waits at the end of the job until all tasks have ended.
@@ -143,6 +148,9 @@ class _Coordination:
         self._code = 1
         """Exit code of the coordinator if the job is stopped; a supervisor's request can set it."""
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
+        self._population: tuple[Any, ...] = ()
+        self._looked_at = -float("inf")
+        """Time at which the entries of ``ranks.json`` were last computed, in monotonic seconds."""
         self._rejected = 0
         at = f"{address[0]}:{address[1]}"
         _report(f"{STORE_ENV}={at} is the store of a job of {options.ranks} ranks")
@@ -246,18 +254,26 @@ class _Coordination:
         if coordinator.has_trained():
             self._entry.begin()
         run_dir = self._what.run_dir
-        if (
-            run_dir is not None
-            and self._generation >= 0
-            and (processes := coordinator.process_entries()) != self._written
-        ):
+        if run_dir is not None and self._generation >= 0 and self._may_have_changed():
+            self._write_ranks(run_dir)
+        if run_dir is not None and coordinator.rejected != self._rejected:
+            self._rejected = coordinator.rejected
+            RunRecord(run_dir).write_rejected_values(self._rejected)
+
+    def _may_have_changed(self) -> bool:
+        """Return True if ``ranks.json`` may need other entries; to compute them takes time linear in the ranks."""
+        population, now = self._coordinator.population, time.monotonic()
+        if population == self._population and now - self._looked_at < ENTRIES_S:
+            return False
+        self._population, self._looked_at = population, now
+        return True
+
+    def _write_ranks(self, run_dir: Path) -> None:
+        if (processes := self._coordinator.process_entries()) != self._written:
             self._written = processes
             with suppress(OSError):  # The record reports the same error.
                 make_folder(run_dir)
             RunRecord(run_dir).write_ranks(processes)
-        if run_dir is not None and coordinator.rejected != self._rejected:
-            self._rejected = coordinator.rejected
-            RunRecord(run_dir).write_rejected_values(self._rejected)
 
     def _end(self) -> None:
         """Answer tasks that renew leases until all of them have ended, at most for :data:`GRACE_S`.

@@ -301,6 +301,12 @@ class Coordinator:
         ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
         return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
+    @property
+    def population(self) -> tuple[Any, ...]:
+        """Values that change when processes join, end, start, or get other ranks; cheap to compare."""
+        starting = tuple(sorted(self._respawns.starting().items()))
+        return self.roster.generation, len(self.members), len(self.membership.dead), starting
+
     def process_entries(self) -> list[dict[str, Any]]:
         """Return the entries of ``ranks.json``: ranks in ascending order, then spares, then starting processes."""
         ranks: list[tuple[int | None, int]] = [

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from moevement_core.replication.placement import (
     place,
     sources_of,
 )
-from tests.unit.growth import growth
+from tests.unit.growth import assert_linear
 
 
 @given(
@@ -259,4 +260,4 @@ def test_a_placement_takes_time_linear_in_the_ranks(kind: PlacementKind) -> None
         place(where, 2, kind, groups, before=before)
         all_sources(before, ranks)
 
-    assert growth(placed, 512) < 8
+    assert_linear(lambda ranks: partial(placed, ranks), 512)

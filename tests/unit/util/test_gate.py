@@ -51,7 +51,13 @@ def interrupt_while_waiting(lock: Any, does: Callable[[], Any]) -> None:
 def can_be_had(lock: Any) -> bool:
     """Return True if another thread can acquire ``lock``."""
     got = list[bool]()
-    thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1)))
+
+    def take() -> None:
+        got.append(lock.acquire(timeout=1))
+        if got[0]:
+            lock.release()  # a lock of the product would stay held for all later tests of this process
+
+    thread = threading.Thread(target=take)
     thread.start()
     thread.join()
     return got == [True]
