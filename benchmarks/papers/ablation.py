@@ -22,7 +22,7 @@ from benchmarks.papers.common import table
 from moevement_cli.bench_run import SCRIPT, record_of
 
 OUTPUT = Path(__file__).with_suffix(".md")
-RANKS, KILLED_RANK, WINDOW, MICRO_BATCHES, KILLS = 4, 2, 4, 8, 5
+RANKS, KILLED_RANK, WINDOW, MICRO_BATCHES, KILLS = 4, 2, 4, 8, 3
 EVERY_GRADIENT = Path(__file__).with_name("every_gradient.py")
 """Script that computes the weight gradients of frozen operators in replays."""
 FLAGS = (
