@@ -209,9 +209,9 @@ interrupted iteration. Iterations that other work on the machine slows do not co
 |---|---|---|---|---|---|---|---|---|---|
 {table}
 
-The mean absolute difference is {mean:.3f}, and the largest difference is {worst:.3f}. A failure during a recovery is predicted least well.
-Both stages are restored then: two processes set up, and two stages load and replay, on two cores at the same time, while the
-constants are those of one. In addition, the record does not say when exactly a failure came if its recovery was interrupted.
+The mean absolute difference is {mean:.3f}, and the largest difference is {worst:.3f}. The constants are those of one
+lost stage. After a failure during a recovery both are restored: two processes set up, and two stages load and replay, on two
+cores at the same time. In addition, the record does not say when exactly a failure came if its recovery was interrupted.
 
 **Not predicted**: with snapshots, copies for peers and spares, an iteration of these jobs takes {slowest:.0%} of the time in the profile,
 because four ranks already use both cores. A user would measure this share (`moevement bench overhead`) and give it as

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-MOST_GROWTH = 9.0
+MOST_GROWTH = 8.0
 """Largest accepted ratio of the times for ``4 * size`` and ``size``. Linear time has 4, and quadratic time has 16."""
 ATTEMPTS = 4
 

@@ -79,7 +79,7 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 class _Load:
-    """Number of parity blocks on each node. A search for the least loaded nodes takes logarithmic time."""
+    """Number of parity blocks on each node, kept so that a search for the least loaded nodes looks at few of them."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes: dict[int, list[int]] = {0: list(range(nodes))}
@@ -103,7 +103,8 @@ class _Load:
             others = (node for node in around if node not in but)
             chosen += [(blocks, node) for node in islice(others, count - len(chosen))]
         for blocks, node in chosen:
-            self._nodes[blocks].remove(node)
+            nodes = self._nodes[blocks]
+            del nodes[bisect_left(nodes, node)]
             insort(self._nodes.setdefault(blocks + 1, []), node)
         return [node for _, node in chosen]
 

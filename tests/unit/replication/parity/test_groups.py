@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError
 from moevement_core.replication.parity.groups import groups_still_fit, make_groups, narrowed
+from tests.unit.growth import assert_linear
 
 
 @example(2, 1, [3, 3, 3])
@@ -47,3 +49,7 @@ def test_as_paper_sized_clusters_have_them() -> None:
     assert max(Counter(rank for group in groups for rank in group.holders).values()) <= 1, (
         "a block for every fourth rank"
     )
+
+
+def test_groups_take_time_linear_in_the_ranks() -> None:
+    assert_linear(lambda ranks: partial(make_groups, [rank // 8 for rank in range(ranks)], 4, 1), 1024)
