@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,7 +95,6 @@ class Connections(Refusable):
     """
 
     def __init__(self, host: str, streams: int = 1, *, is_source: bool = False) -> None:
-        super().__init__()
         self.streams = streams
         self._source = (host, 0) if is_source else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -108,19 +107,24 @@ class Connections(Refusable):
         self._background = set[str]()
         """Names of the channels whose messages may wait for messages of training."""
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
+        super().__init__()  # last, because another thread may call shut_down() at once
 
     @cached_property
-    def addresses(self) -> Sequence[Address]:
-        """Addresses of all ranks, this one included."""
+    def addresses(self) -> Sequence[Address] | Mapping[int, Address]:
+        """Addresses of the ranks to which this rank connects, by rank."""
         raise RuntimeError("addresses of the ranks are not known yet; call open() first")
 
-    def open(self, rank: int, addresses: Sequence[Address]) -> None:
-        """Begin to accept connections of other ranks; called once, when this rank knows all addresses.
+    def open(self, rank: int, addresses: Sequence[Address] | Mapping[int, Address]) -> None:
+        """Begin to accept connections of other ranks; called once, when this rank knows the addresses of its peers.
 
         Args:
             rank: this rank.
-            addresses: addresses of all ranks of the job.
+            addresses: addresses of the ranks to which this rank connects, by rank.
+
+        Raises:
+            RuntimeError: communication was aborted before.
         """
+        self.refuse_if_aborted()
         self._rank, self.addresses = rank, addresses
         threading.Thread(target=self._accept, name="moevement-accept", daemon=True).start()
 

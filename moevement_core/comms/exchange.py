@@ -5,36 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from moevement_core.comms.codec import decode, encode
+from moevement_core.comms.job_group import job_group
 from moevement_core.errors import ExchangeError
 
 
-def all_gather_objects(local: Any, kind: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, by rank. Collective: every rank of ``group`` calls it at the same point.
+def all_gather_objects(local: Any, kind: Any) -> list[Any]:
+    """Return the values of all ranks, by rank. Collective: every rank calls it at the same point.
 
     Args:
         local: value of this rank.
         kind: type of the values, the same on all ranks; received values must have this type.
-        group: process group; None for all ranks.
 
     Raises:
         ExchangeError: a received value has another type. Every rank raises it.
     """
-    device, world = torch.device(_get_object_coll_device(group)), dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8)
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()], device=device), group=group)
-    known = sizes.tolist()
-    sent = torch.zeros(max(known), dtype=torch.uint8, device=device)
-    sent[: data.numel()] = data.to(device)
-    received = torch.empty(world * max(known), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(received, sent, group=group)
-    rows = received.cpu().view(world, max(known))
-    return [_decoded(rows[rank, :size], kind, rank) for rank, size in enumerate(known)]
+    return [_decoded(data, kind, rank) for rank, data in enumerate(job_group().gather(encode(local)))]
 
 
 def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
@@ -48,13 +36,8 @@ def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
     Raises:
         ExchangeError: the received value has another type. Every rank raises it.
     """
-    device = torch.device(_get_object_coll_device(None))
-    data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8) if dist.get_rank() == source else None
-    size = torch.tensor([data.numel() if data is not None else 0], device=device)
-    dist.broadcast(size, source)
-    received = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(received, source)
-    return _decoded(received.cpu(), kind, source)
+    data = encode(local) if dist.get_rank() == source else b""
+    return _decoded(job_group().broadcast(data, source), kind, source)
 
 
 def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
@@ -73,8 +56,8 @@ def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
     return broadcast_object(answer() if dist.get_rank() == 0 else None, kind)
 
 
-def _decoded(data: torch.Tensor, kind: Any, rank: int) -> Any:
+def _decoded(data: bytes, kind: Any, rank: int) -> Any:
     try:
-        return decode(memoryview(data.numpy()), kind)
+        return decode(data, kind)
     except ExchangeError as error:
         raise ExchangeError(f"from rank {rank}: {error}") from None

@@ -46,9 +46,9 @@ class Refusable(ABC):
     """Object in whose methods threads wait for other ranks. After a failure, :func:`refuse` ends these waits."""
 
     def __init__(self) -> None:
-        self.is_refused = False
         self._under_way = 0
         with lock:
+            self.is_refused = _is_refusing
             _refusable.add(self)
 
     @abstractmethod
@@ -88,13 +88,29 @@ changed = threading.Condition(lock)
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
+_is_refusing = False
+"""True from :func:`refuse` to :func:`admit`."""
+
+
 def refuse() -> None:
-    """End every wait in all transports that exist now, after a failure; their methods then raise RuntimeError."""
+    """End every wait in all transports, after a failure; their methods then raise RuntimeError.
+
+    The call also affects transports that this process makes later, until :func:`admit`: the main thread may be making
+    connections while another thread calls this function.
+    """
+    global _is_refusing
     with lock:
+        _is_refusing = True
         for operation in _refusable:
             operation.is_refused = True
             operation.shut_down()
         changed.notify_all()
+
+
+def admit() -> None:
+    """Let this process make transports again; called when the main thread has left the generation that failed."""
+    global _is_refusing
+    _is_refusing = False
 
 
 def drained(timeout_s: float) -> bool:

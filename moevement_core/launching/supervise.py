@@ -270,7 +270,8 @@ def _store() -> SignedStore:
     Raises:
         ConfigError: the environment has no address of a store, or the store belongs to a job with another token.
     """
-    from moevement_core.rendezvous.store import connect, store_address
+    from moevement_core.comms.address import store_address
+    from moevement_core.rendezvous.store import connect
 
     if (address := store_address()) is None:
         raise ConfigError(

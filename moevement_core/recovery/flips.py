@@ -19,13 +19,14 @@ from typing import override
 import torch
 
 from moevement_core import log
+from moevement_core.comms.address import store_address
 from moevement_core.comms.transport import Transport
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.boundary_log import BoundaryLog, Direction
 from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sources import SnapshotSource
-from moevement_core.rendezvous.store import connect, store_address
+from moevement_core.rendezvous.store import connect
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
 from moevement_core.restart.faults import Flip, FlipKind
 from moevement_core.snapshot.buffer import Buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -15,19 +14,10 @@ from nvidia_resiliency_ext.inprocess.store import StoreMixin
 from moevement_core.comms.token import own_token
 from moevement_core.rendezvous.roster import INTERRUPTED, LEAVING
 from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.util.environment import STORE_ENV
 from moevement_core.util.tcp import Endpoint, Ends, connections
 
 TIMEOUT = timedelta(minutes=10)
 """Timeout of operations of torch's store that wait for a value."""
-
-
-def store_address() -> tuple[str, int] | None:
-    """Return host and port of the job's store; None if the environment names none."""
-    if not (address := os.environ.get(STORE_ENV)):
-        return None
-    host, port = address.rsplit(":", 1)
-    return host, int(port)
 
 
 def connect(address: tuple[str, int]) -> SignedStore:

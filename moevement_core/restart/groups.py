@@ -6,9 +6,11 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from moevement_core.comms.job_group import forget_job_group
+
 
 def forget_groups() -> None:
-    """Destroy the process groups that the abort has left, and reset torch's counter of groups.
+    """Destroy the groups that the abort has left, and reset torch's counter of groups.
 
     Torch names groups by a counter, and destroys nothing while there is no default group. A rank may be interrupted
     while it makes the default group. Without the reset, the names of its next groups would differ from those on a newly
@@ -22,3 +24,4 @@ def forget_groups() -> None:
             dist.destroy_process_group()
     c10d._world.pg_coalesce_state.clear()  # Otherwise a new group could inherit the state of an interrupted block.
     c10d._world.group_count = 0
+    forget_job_group()

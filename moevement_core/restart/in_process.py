@@ -26,6 +26,8 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
+from moevement_core.comms import transport
+from moevement_core.comms.address import store_address
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.rendezvous.devices import identity
@@ -33,7 +35,7 @@ from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GROUPS, MemberInfo, Roster, UnusableDevice
-from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints, store_address
+from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.connections import listening
@@ -231,6 +233,7 @@ class _Restarts:
         now.leaving.begin(LeavingPhase.COLLECT)
         torch.set_grad_enabled(True)
         forget_groups()
+        transport.admit()
         self._training.interrupted()
         now.free_bytes = release_cached_memory()
         now.leaving.end()

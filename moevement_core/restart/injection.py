@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.comms.address import store_address
 from moevement_core.comms.transport import Transport
 from moevement_core.errors import InjectedFault
-from moevement_core.rendezvous.store import connect, store_address
+from moevement_core.rendezvous.store import connect
 from moevement_core.restart.faults import Fault, Phase, Signal, poisson_times, removals
 from moevement_core.restart.generation import Generation, generation
 

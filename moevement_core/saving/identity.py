@@ -11,9 +11,10 @@ import uuid
 from dataclasses import dataclass
 from itertools import count
 
+from moevement_core.comms.address import store_address
 from moevement_core.comms.exchange import from_rank_zero
 from moevement_core.rendezvous.roster import JOB_NAME
-from moevement_core.rendezvous.store import connect, store_address
+from moevement_core.rendezvous.store import connect
 
 _START = "job/starts/{}"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moevement_core.comms import plain
+from moevement_core.comms.address import own_address
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
@@ -35,7 +36,6 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
 from moevement_core.strategies.config import StrategyConfig
-from moevement_core.topology.address import own_address
 from moevement_core.topology.host_budget import allowed
 from moevement_core.topology.parts import Parts
 from moevement_core.topology.topology import connect

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.comms.address import own_address
 from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import ConfigError, RecoveryError
@@ -20,7 +21,6 @@ from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_fo
 from moevement_core.saving.identity import JobNames
 from moevement_core.saving.window_files import Loaded, Resize, load_newest
 from moevement_core.storage.manifest import Manifest, is_of_job
-from moevement_core.topology.address import own_address
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
 

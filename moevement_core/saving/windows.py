@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.tree import Reduction
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
 from moevement_core.engine.memory import SnapshotMemory
@@ -104,7 +104,7 @@ class WindowDecisions:
         self._began_at = began_at
         self._counters = [counter for counter in (counts, room) if counter is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
-        self._sums: list[tuple[torch.Tensor, Any]] = []
+        self._sums: list[tuple[torch.Tensor, Callable[[], None]]] = []
         """Token counts of the last window, each with the asynchronous reduction that sums them over the stage."""
         self._counted = NONE
         """Last iteration whose tokens were read from the counters."""
@@ -374,7 +374,7 @@ class WindowDecisions:
         if math.isinf(self.allowed.nbytes):
             return proposal.is_change
         wanted = torch.tensor([int(proposal.is_change)])
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        self.topology.channels.job_group.reduce(wanted, Reduction.MAX)
         return bool(wanted.item())
 
     def _is_due(self, now: Schedule, boundary: int) -> bool:
@@ -406,8 +406,8 @@ class WindowDecisions:
         If counts only order operators, the sum is asynchronous (paper, section 3.5), and the strategy uses it when the
         next window begins. A strategy that loses updates accounts for every token, so ranks wait for the sum.
         """
-        for counts, work in self._sums:
-            work.wait()  # the reduction began a whole window ago
+        for counts, wait in self._sums:
+            wait()  # the reduction began a whole window ago
             for row in counts.numpy():
                 self.strategy.observe(np.asarray(row))
         self._sums.clear()
@@ -416,11 +416,12 @@ class WindowDecisions:
             is_accounted = self.strategy.loses_updates
             if is_accounted:  # after a failure, ranks may have different numbers of rows
                 counts = counts.sum(dim=0, keepdim=True)
-            work = dist.all_reduce(counts, group=self.topology.channels.stage_group, async_op=not is_accounted)
+            counts, stage_group = counts.contiguous(), self.topology.channels.stage_group
             self._pending[counter].clear()
             if not is_accounted:
-                self._sums.append((counts, work))
+                self._sums.append((counts, stage_group.reduce_later(counts, Reduction.SUM)))
                 continue
+            stage_group.reduce(counts, Reduction.SUM)
             for row in counts.numpy():
                 (self.strategy.observe_extra_tokens if counter is self._room else self.strategy.observe)(
                     np.asarray(row)
@@ -478,7 +479,7 @@ class WindowDecisions:
         most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
         sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
         sizes[: len(own)] = torch.tensor([min(size, most) if size < NOT_CARRIED else size for size in own])
-        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        self.topology.channels.job_group.reduce(sizes, Reduction.MAX)
         agreed = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
         return agreed or None
 
@@ -491,7 +492,7 @@ class WindowDecisions:
         has_measured = own.comparisons >= FEWEST_CLEAR
         values = [1.0, own.share, own.error, own.comparisons] if has_measured else [0.0] * 4
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.topology.channels.job_group)
+        self.topology.channels.job_group.reduce(total, Reduction.SUM)
         ranks, share, error, comparisons = total.tolist()
         return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 

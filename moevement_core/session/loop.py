@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.comms.address import store_address
 from moevement_core.device import visible_devices
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
-from moevement_core.rendezvous.store import connect_plain, store_address
+from moevement_core.rendezvous.store import connect_plain
 from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.faults import Phase

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects, broadcast_object
+from moevement_core.comms.job_group import job_group
 from moevement_core.errors import FolderInUse, RunRecordError
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.run.events import Started
@@ -84,7 +85,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
         if MEMBER_ENV not in os.environ:  # otherwise the launcher writes this file, because it also knows the spares
             record.write_ranks(ranks)
         record.event(Started(iteration, world_size))
-    dist.barrier()
+    job_group().barrier()
     return record
 
 

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from moevement_core.device import current_device
 from moevement_core.overhead.fields import overhead_fields
 from moevement_core.rebuild.prepare import Prepared
@@ -104,7 +102,7 @@ class Session:
         """Wait until every rank has reached the commit point, or return at once if a reduction proved that all have."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
-        dist.barrier(group=self.saving.topology.channels.job_group)
+        self.saving.topology.channels.job_group.barrier()
 
     def _log_gradients(self, iteration: int) -> None:
         if observer.observer.is_capturing:
@@ -241,6 +239,7 @@ class Session:
         self.saving.meter.interrupted()
         self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
         self.saving.peers.disconnect(self.saving.checkpointer.replicator.receivers)
+        self.saving.topology.channels.close()
         self.saving.disk.interrupted()
 
     def interrupted(self) -> None:

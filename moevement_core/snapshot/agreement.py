@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from moevement_core.comms.tree import Reduction, TreeGroup
 
 HORIZON = 512
 """Number of newest iterations that an agreement covers. Runs that began before them have no status."""
@@ -104,6 +104,9 @@ class Agreement(ABC):
         An implementation may return each result only once, and None until the next proposals.
         """
 
+    def close(self) -> None:  # noqa: B027, not every agreement has a thread
+        """End the thread of the agreement, if it has one; called when the generation is over."""
+
 
 class SingleRankAgreement(Agreement):
     """Agreement of a job with a single rank: the result is what this rank proposed."""
@@ -119,11 +122,15 @@ class SingleRankAgreement(Agreement):
 
 
 class GroupAgreement(Agreement):
-    """Agreement over a gloo group of all ranks. Every rank must create it at the same point."""
+    """Agreement over a tree of all ranks. A rank sends and receives at most five messages of 514 bytes an iteration.
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
-        self._pending: tuple[int, torch.Tensor, Any] | None = None
+    Args:
+        group: group of all ranks, which only this agreement uses.
+    """
+
+    def __init__(self, group: TreeGroup) -> None:
+        self._group = group
+        self._pending: tuple[int, torch.Tensor, Callable[[], None]] | None = None
 
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
         values = torch.zeros(HORIZON + 2, dtype=torch.uint8)
@@ -132,15 +139,17 @@ class GroupAgreement(Agreement):
         for start, value in statuses.items():
             if 0 <= iteration - start < HORIZON:
                 values[iteration - start] = int(value)
-        work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._pending = iteration, values, work
+        self._pending = iteration, values, self._group.reduce_later(values, Reduction.MIN)
 
     def agreed(self) -> Agreed | None:
         if self._pending is None:
             return None
-        iteration, values, work = self._pending
-        work.wait()
+        iteration, values, wait = self._pending
+        wait()
         self._pending = None
         backs = values[:HORIZON].nonzero().flatten().tolist()
         statuses = {iteration - back: RunStatus(int(values[back])) for back in backs}
         return Agreed(iteration, statuses, Writing(int(values[HORIZON])), not values[HORIZON + 1])
+
+    def close(self) -> None:
+        self._group.close()

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
+from moevement_core.comms.address import own_address
 from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.job_group import job_group
 from moevement_core.comms.transport import Transport
+from moevement_core.comms.tree import TreeGroup
 from moevement_core.operators import Operator, OperatorKind, OperatorTable
 from moevement_core.policy.holding import most_held
 from moevement_core.recovery import flips
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
+from moevement_core.replication.config import CopiesConfig
 from moevement_core.replication.parity.groups import WIDEST, Groups, groups_still_fit, make_groups, narrowed
 from moevement_core.replication.parity.staging import AT_ONCE
 from moevement_core.replication.placement import (
@@ -37,7 +41,6 @@ from moevement_core.replication.protection import Parity
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.snapshot.agreement import Agreement, GroupAgreement, SingleRankAgreement
 from moevement_core.topology import wind_down
-from moevement_core.topology.address import connections_of
 from moevement_core.topology.host_budget import AtPeer
 from moevement_core.trainer.binding import Binding, Place
 from moevement_core.trainer.config import SessionConfig
@@ -64,10 +67,10 @@ class _Rank:
 class Channels:
     """Channels of a rank to other ranks, in addition to the process groups of training."""
 
-    job_group: Any
-    """Process group of all ranks, for host tensors."""
-    stage_group: Any
-    """Process group of the ranks of this stage, for host tensors."""
+    job_group: TreeGroup
+    """Group of all ranks, for waits of the main thread."""
+    stage_group: TreeGroup
+    """Group of the ranks of this stage."""
     agreement: Agreement
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
@@ -75,6 +78,11 @@ class Channels:
     """Channel over which recoveries fetch snapshots, as :attr:`snapshots` may be busy; None in a job of one rank."""
     feeds: Transport | None
     """Channel over which stages send logged tensors to a stage that replays; None if there is only one stage."""
+
+    def close(self) -> None:
+        """End the threads that exchange values in the background; called when the generation is over."""
+        self.agreement.close()
+        self.stage_group.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,9 +195,9 @@ def connect(
     tied = tied_stages(stages, [other.embedding_ranks for other in places])
     pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
     channels = Channels(
-        job_group=dist.new_group(backend="gloo"),
-        stage_group=_make_stage_groups(stages, stage),
-        agreement=_agreement(world),
+        job_group=job_group(),
+        stage_group=_make_stage_group(rank, stages, connections),
+        agreement=_agreement(rank, world, connections),
         snapshots=_for_snapshots(config, guard, connections),
         fetches=flips.flipping_transport("fetches", connections.channel("fetches")) if world > 1 else None,
         feeds=flips.flipping_transport("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
@@ -215,13 +223,24 @@ def connect(
     )
 
 
+def connections_of(copies: CopiesConfig) -> Connections:
+    """Return the connections of this rank, with the interface and the number of streams that flags set.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
+    return Connections(own_address(copies.interfaces), copies.streams, is_source=bool(copies.interfaces))
+
+
 def _most_experts(operators: Iterable[Operator]) -> int:
     experts = {operator.name for operator in operators if operator.kind is OperatorKind.EXPERT}
     return max(Counter(name.rpartition(".")[0] for name in experts).values(), default=1)
 
 
-def _agreement(world: int) -> Agreement:
-    agreement: Agreement = GroupAgreement() if world > 1 else SingleRankAgreement()
+def _agreement(rank: int, world: int, connections: Connections) -> Agreement:
+    agreement: Agreement = SingleRankAgreement()
+    if world > 1:
+        agreement = GroupAgreement(TreeGroup(range(world), rank, connections.channel("agreement")))
     agreement.winding_down = wind_down.is_asked_for
     return agreement
 
@@ -233,12 +252,9 @@ def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connection
     return InjectingTransport(transport) if config.drill.faults else transport
 
 
-def _make_stage_groups(stages: tuple[int, ...], own_stage: int) -> Any:
-    groups = {
-        stage: dist.new_group([rank for rank, other in enumerate(stages) if other == stage], backend="gloo")
-        for stage in sorted(set(stages))
-    }
-    return groups[own_stage]
+def _make_stage_group(rank: int, stages: tuple[int, ...], connections: Connections) -> TreeGroup:
+    ranks = [other for other, stage in enumerate(stages) if stage == stages[rank]]
+    return TreeGroup(ranks, rank, connections.channel("stage") if len(ranks) > 1 else None)
 
 
 def _of_sums(members: Sequence[AtPeer]) -> int:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
-
+from moevement_core.comms.tree import Reduction
 from moevement_core.engine.lifetime import Lifetime, Unneeded
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.launching.supervisor import Supervisor
@@ -69,13 +68,7 @@ def acknowledged_by_one() -> list[Patch]:
 
 def agrees_on_the_most() -> list[Patch]:
     """Agree on the progress of the farthest rank, not of the slowest."""
-    names = {**vars(dist), "ReduceOp": SimpleNamespace(MIN=dist.ReduceOp.MAX)}
-
-    class Wrong:
-        def __getattr__(self, name: str) -> Any:
-            return names["ReduceOp"] if name == "ReduceOp" else getattr(dist, name)
-
-    return [(agreement, "dist", Wrong())]
+    return [(agreement, "Reduction", SimpleNamespace(MIN=Reduction.MAX))]
 
 
 def lease_never_ends_here() -> list[Patch]:

@@ -145,6 +145,7 @@ class RankProcess(Process):
         self.environment.update(RANK=str(rank), WORLD_SIZE=str(self.world_size))
         self.exchanged.clear()
         self.connections.clear()
+        self.job_group = None
         self.inside = roster.generation
         self.world.say(f"{self.name} enters generation {roster.generation} as rank {rank}")
         self.world.checks.enters(self)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.comms import exchange
+from moevement_core.comms.tree import TreeGroup
 from moevement_core.launching import supervisor
 from moevement_core.recovery import boundary_log
 from moevement_core.rendezvous import lease_client, lease_server, signed_store
@@ -63,6 +64,19 @@ class _Environment:
 
     def __setitem__(self, name: str, value: str) -> None:
         world().current().process.environment[name] = value
+
+
+def job_group() -> TreeGroup:
+    """Return the group of all ranks of the current process's generation, over simulated connections."""
+    process = world().current().process
+    if process.job_group is None:
+        ranks = range(process.world_size)
+        connections = Connections("simulated")
+        addresses = world().exchanges.gather("job group", ranks, connections.address)
+        connections.open(process.rank, addresses)
+        transport: Any = connections.channel("job") if len(ranks) > 1 else None
+        process.job_group = TreeGroup(ranks, process.rank, transport)
+    return process.job_group
 
 
 class _Digests:
@@ -115,7 +129,7 @@ def stand_ins() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (lease_client, "socket", _Socket()),
         (signed_store, "dist", SimpleNamespace(PrefixStore=Prefixed, DistStoreError=dist.DistStoreError)),
-        (exchange, "_get_object_coll_device", lambda group=None: "cpu"),
+        *((module, "job_group", job_group) for module in (exchange, topology)),
         (lease_server, "selectors", SELECTORS),
         (supervisor, "end_all", end_all),
         (supervisor, "Orphans", NoOrphans),

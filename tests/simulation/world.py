@@ -157,6 +157,8 @@ class Process:
         self.exchanged: dict[Any, int] = {}
         """Number of exchanges of each kind that the process has joined."""
         self.groups_made = 0
+        self.job_group: Any = None
+        """Group of all ranks of the current generation; None until the process uses it."""
         self.connections: list[Any] = []
         """Connections of the current generation."""
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.comms import token
+from moevement_core.comms.address import own_address
 from moevement_core.comms.connections import BULK, LOWER_EFFORT, MOST_UNKNOWN, Address, Connections, _token_of
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.comms.stripes import STRIPE_BYTES
 from moevement_core.errors import ConfigError
-from moevement_core.topology.address import own_address
 from tests.harness import run_ranks
 
 

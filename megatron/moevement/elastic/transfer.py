@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from moevement_core.comms.address import own_address
 from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.exchange import Exchanged, Piece, exchange, once
-from moevement_core.topology.address import own_address
 
 
 def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from moevement_core.rendezvous.store import connect_plain, store_address
+from moevement_core.comms.address import store_address
+from moevement_core.rendezvous.store import connect_plain
 from moevement_core.util.environment import MEMBER_ENV
 
 

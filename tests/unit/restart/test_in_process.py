@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moevement_core.comms.address import store_address
 from moevement_core.rendezvous.coordinator import Coordinator, State
-from moevement_core.rendezvous.store import GenerationStore, connect, interrupt_in, store_address
+from moevement_core.rendezvous.store import GenerationStore, connect, interrupt_in
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.trainer.commit import UpdateCommit

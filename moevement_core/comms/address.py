@@ -1,4 +1,4 @@
-"""Address at which other ranks reach this rank."""
+"""Addresses: that of the job's store, and that at which other ranks reach this rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from collections.abc import Sequence
 
 import psutil
 
-from moevement_core.comms.connections import Connections
 from moevement_core.errors import ConfigError
-from moevement_core.rendezvous.store import store_address
-from moevement_core.replication.config import CopiesConfig
+from moevement_core.util.environment import STORE_ENV
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 """Environment variable with the interfaces on which torch's ranks listen; this project uses the first of them."""
+
+
+def store_address() -> tuple[str, int] | None:
+    """Return host and port of the job's store; None if the environment names none."""
+    if not (address := os.environ.get(STORE_ENV)):
+        return None
+    host, port = address.rsplit(":", 1)
+    return host, int(port)
 
 
 def own_address(interfaces: Sequence[str] = ()) -> str:
@@ -42,15 +48,6 @@ def own_address(interfaces: Sequence[str] = ()) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing, but selects the interface
         return str(probe.getsockname()[0])
-
-
-def connections_of(copies: CopiesConfig) -> Connections:
-    """Return the connections of this rank, with the interface and the number of streams that flags set.
-
-    Raises:
-        ConfigError: the interface has no address.
-    """
-    return Connections(own_address(copies.interfaces), copies.streams, is_source=bool(copies.interfaces))
 
 
 def _address_of(interface: str, asked: str) -> str:
