@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moevement_core.comms.connections import Address
+from moevement_core.comms.transport import Transport
 from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 
@@ -297,10 +298,8 @@ class Connections:
         return self.process.world.network
 
 
-class Channel:
+class Channel(Transport):
     """Transport between ranks over simulated connections."""
-
-    parallel_bytes = 0
 
     def __init__(self, connections: Connections, name: str) -> None:
         self._connections, self._name = connections, name

@@ -74,8 +74,7 @@ def job_group() -> TreeGroup:
         connections = Connections("simulated")
         addresses = world().exchanges.gather("job group", ranks, connections.address)
         connections.open(process.rank, addresses)
-        transport: Any = connections.channel("job") if len(ranks) > 1 else None
-        process.job_group = TreeGroup(ranks, process.rank, transport)
+        process.job_group = TreeGroup(ranks, process.rank, connections.channel("job") if len(ranks) > 1 else None)
     return process.job_group
 
 
