@@ -151,44 +151,58 @@ class OperatorTable:
     criterion, operators that are equal by that criterion keep the order of the table.
 
     Args:
-        operators: operators of a single rank, in any order; ignored if ``ranks`` is set.
-        ranks: operators of each rank of a stage.
+        operators: operators of a single rank, in any order.
 
     Raises:
-        OperatorError: there is no operator, a name occurs twice on one rank, or a name has two kinds.
+        OperatorError: there is no operator, or a name occurs twice.
     """
 
-    def __init__(
-        self, operators: Iterable[Operator] = (), *, ranks: Sequence[Iterable[Operator]] | None = None
-    ) -> None:
-        rows = [list(rank) for rank in ranks] if ranks is not None else [list(operators)]
-        kinds: dict[str, OperatorKind] = {}
-        for row in rows:
-            _refuse_duplicates(row)
-            for operator in row:
-                if kinds.setdefault(operator.name, operator.kind) != operator.kind:
-                    raise OperatorError(
-                        f"operator {operator.name} is {kinds[operator.name]} on one rank and {operator.kind} on "
-                        "another; it must have one kind"
-                    )
-        if not kinds:
+    def __init__(self, operators: Iterable[Operator]) -> None:
+        row = sorted(operators, key=lambda operator: _natural(operator.name))
+        _refuse_duplicates(row)
+        if not row:
             raise OperatorError("no operators; a schedule needs at least one")
-        self.names: tuple[str, ...] = tuple(sorted(kinds, key=_natural))
-        self.kinds: tuple[OperatorKind, ...] = tuple(kinds[name] for name in self.names)
-        self.full: Bytes = self._matrix(rows, "full")
+        self.names: tuple[str, ...] = tuple(operator.name for operator in row)
+        self.kinds: tuple[OperatorKind, ...] = tuple(operator.kind for operator in row)
+        self.full: Bytes = _row(operator.state.full for operator in row)
         """Bytes of full state, int64 ``[ranks, operators]``."""
-        self.compute: Bytes = self._matrix(rows, "compute")
+        self.compute: Bytes = _row(operator.state.compute for operator in row)
         """Bytes of compute weights, int64 ``[ranks, operators]``."""
-        self.gradient: Bytes = self._matrix(rows, "gradient")
+        self.gradient: Bytes = _row(operator.state.gradient for operator in row)
         """Bytes of reduced gradients, int64 ``[ranks, operators]``."""
 
-    def _matrix(self, rows: list[list[Operator]], part: str) -> Bytes:
-        matrix = np.zeros((len(rows), len(self.names)), dtype=np.int64)
-        for rank, row in enumerate(rows):
-            places = [self.index_of[operator.name] for operator in row]
-            matrix[rank, places] = [getattr(operator.state, part) for operator in row]
-        matrix.setflags(write=False)
-        return matrix
+    @classmethod
+    def of_ranks(cls, tables: Sequence[OperatorTable]) -> OperatorTable:
+        """Return the table of a stage, in time linear in the entries of all tables.
+
+        Args:
+            tables: tables of the ranks of the stage, in the order of ranks.
+
+        Raises:
+            OperatorError: there is no table, or a name has two kinds.
+        """
+        kinds: dict[str, OperatorKind] = {}
+        for names, own_kinds in dict.fromkeys((table.names, table.kinds) for table in tables):
+            for name, kind in zip(names, own_kinds, strict=True):
+                if kinds.setdefault(name, kind) != kind:
+                    raise OperatorError(
+                        f"operator {name} is {kinds[name]} on one rank and {kind} on another; it must have one kind"
+                    )
+        names = tuple(sorted(kinds, key=_natural))
+        index_of = {name: index for index, name in enumerate(names)}
+        columns = {table.names: [index_of[name] for name in table.names] for table in tables}
+
+        def joined(part: str) -> Bytes:
+            matrix = np.zeros((sum(len(table.full) for table in tables), len(names)), dtype=np.int64)
+            first = 0
+            for table in tables:
+                rows = getattr(table, part)
+                matrix[first : first + len(rows), columns[table.names]] = rows
+                first += len(rows)
+            return matrix
+
+        kinds_of_names = tuple(kinds[name] for name in names)
+        return cls.of_matrices(names, kinds_of_names, joined("full"), joined("compute"), joined("gradient"))
 
     @classmethod
     def of_matrices(
@@ -268,6 +282,12 @@ def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key that compares numbers in names as numbers, and that orders any two names."""
     parts = re.split(r"(\d+)", name)
     return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts)
+
+
+def _row(values: Iterable[int]) -> Bytes:
+    row = np.array([list(values)], dtype=np.int64)
+    row.setflags(write=False)
+    return row
 
 
 def _refuse_duplicates(operators: list[Operator]) -> None:

@@ -95,13 +95,13 @@ def all_expert_parameters(model: Transformer) -> int:
 def expert_table(model: Transformer, expert_parallel: int) -> OperatorTable:
     """Return the experts of the model, with a row for each expert-parallel rank and a byte for each parameter."""
     each, state = model.num_experts // expert_parallel, StateBytes(0, expert_parameters(model), 0)
-    return OperatorTable(
-        ranks=[
-            [
+    return OperatorTable.of_ranks(
+        [
+            OperatorTable(
                 Operator(expert_name(layer, expert), OperatorKind.EXPERT, state)
                 for layer in expert_layers(model)
                 for expert in range(rank * each, (rank + 1) * each)
-            ]
+            )
             for rank in range(expert_parallel)
         ]
     )

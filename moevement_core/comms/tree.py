@@ -132,7 +132,7 @@ class TreeGroup:
     def reduce_later(self, values: torch.Tensor, reduction: Reduction) -> Callable[[], None]:
         """Begin :meth:`reduce` on a background thread; return a function that waits for its end.
 
-        A group that uses this method must not use the others, because the thread could call them in another order.
+        Until that function returns, this rank must call no other method of the group but this one.
         ``values`` must not be used until the returned function returns. That function raises the errors of
         :meth:`reduce`.
         """

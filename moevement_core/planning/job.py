@@ -75,7 +75,9 @@ class StageShape:
         operator divide its state evenly.
         """
         if (regime, expert_parallel) not in self._tables:
-            self._tables[regime, expert_parallel] = OperatorTable(ranks=self._rows(regime, expert_parallel))
+            self._tables[regime, expert_parallel] = OperatorTable.of_ranks(
+                [OperatorTable(row) for row in self._rows(regime, expert_parallel)]
+            )
         return self._tables[regime, expert_parallel]
 
     def _rows(self, regime: Regime, expert_parallel: int) -> list[list[Operator]]:

@@ -6,8 +6,9 @@ counts, logs), and use them with the new topology.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ import numpy as np
 import torch.distributed as dist
 
 from moevement_core.comms.address import own_address
+from moevement_core.comms.codec import encode
 from moevement_core.comms.connections import Address, Connections
-from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.comms.job_group import job_group
 from moevement_core.comms.transport import Transport
 from moevement_core.comms.tree import TreeGroup
-from moevement_core.operators import Operator, OperatorKind, OperatorTable
+from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.policy.holding import most_held
 from moevement_core.recovery import flips
 from moevement_core.recovery.feed import Neighbour, Neighbours
@@ -52,13 +54,14 @@ class _Rank:
 
     place: Place
     node: str
-    operators: Sequence[Operator]
+    operators: int
+    """Number of operators of this rank."""
     peers: tuple[int, ...] | None
     """Peers that kept copies of this rank's snapshots in the last generation; None if the rank is new."""
     sources: tuple[int, ...]
     """Ranks whose snapshots this rank kept in the last generation."""
-    groups: Groups | None
-    """Parity groups of the job in the last generation; None if the rank is new."""
+    groups: bytes | None
+    """Digest of the parity groups of the job in the last generation; None if the rank is new."""
     address: Address
     """Address at which other ranks reach this rank."""
 
@@ -76,6 +79,8 @@ class Channels:
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
     """Channel over which recoveries fetch snapshots, as :attr:`snapshots` may be busy; None in a job of one rank."""
+    messages: Transport | None
+    """Channel for small messages between a rank and its peers; None without peers."""
     feeds: Transport | None
     """Channel over which stages send logged tensors to a stage that replays; None if there is only one stage."""
 
@@ -155,6 +160,11 @@ class Topology:
         for fewer in range(copies - 1, -1, -1):
             yield f"--moevement-replicas {fewer}", replace(self, peers=[peers[:fewer] for peers in self.peers])
 
+    def owners_of(self, stages: Collection[int]) -> frozenset[int]:
+        """Return the ranks of ``stages``, and the ranks whose snapshots recompute theirs by parity."""
+        ranks = frozenset(rank for rank, stage in enumerate(self.stages) if stage in stages)
+        return ranks.union(*(group.members for group in self.groups if not ranks.isdisjoint(group.members)))
+
     @property
     def speaks_for_stage(self) -> bool:
         """True if this is the lowest rank of its stage, which logs for the whole stage."""
@@ -173,15 +183,15 @@ def connect(
         is_running: True if the job has begun. It then continues with weaker protection if too few nodes are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    connections = connections_of(config.copies)
+    connections, operators = connections_of(config.copies), OperatorTable(binding.operators())
     ranks: list[_Rank] = all_gather_objects(
         _Rank(
             place=binding.place(),
             node=config.copies.node_of(rank),
-            operators=binding.operators(),
+            operators=len(operators),
             peers=before.peers[rank] if before is not None else None,
             sources=tuple(before.sources) if before is not None else (),
-            groups=before.groups if before is not None else None,
+            groups=_digest(before.groups) if before is not None else None,
             address=connections.address,
         ),
         _Rank,
@@ -191,7 +201,8 @@ def connect(
     stages = tuple(other.stage for other in places)
     stage = stages[rank]
     nodes = tuple(other.node for other in ranks)
-    guard = _guard(config, ranks, is_running=is_running)
+    groups_before = _groups_before(ranks, before)
+    guard = _guard(config, ranks, groups_before, is_running=is_running)
     tied = tied_stages(stages, [other.embedding_ranks for other in places])
     pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
     channels = Channels(
@@ -200,20 +211,23 @@ def connect(
         agreement=_agreement(rank, world, connections),
         snapshots=_for_snapshots(config, guard, connections),
         fetches=flips.flipping_transport("fetches", connections.channel("fetches")) if world > 1 else None,
+        messages=connections.channel("messages") if any(guard.peers) else None,
         feeds=flips.flipping_transport("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
     )
+    tables = all_gather_objects(operators, OperatorTable, channels.stage_group)
+    table = OperatorTable.of_ranks(tables)
     return Topology(
         rank=rank,
         world=world,
         stage=stage,
         stages=stages,
         nodes=nodes,
-        table=OperatorTable(ranks=[other.operators for other in ranks if other.place.stage == stage]),
-        most_operators=max(len(other.operators) for other in ranks),
-        most_experts=_most_experts(operator for other in ranks for operator in other.operators),
+        table=table,
+        most_operators=max(other.operators for other in ranks),
+        most_experts=max(all_gather_objects(_most_experts(table), int)),
         peers=guard.peers,
         groups=guard.groups,
-        groups_are_new=guard.groups not in [other.groups for other in ranks if other.groups is not None],
+        groups_are_new=_digest(guard.groups) not in {other.groups for other in ranks},
         warning=guard.warning,
         channels=channels,
         pipeline=pipeline,
@@ -232,9 +246,29 @@ def connections_of(copies: CopiesConfig) -> Connections:
     return Connections(own_address(copies.interfaces), copies.streams, is_source=bool(copies.interfaces))
 
 
-def _most_experts(operators: Iterable[Operator]) -> int:
-    experts = {operator.name for operator in operators if operator.kind is OperatorKind.EXPERT}
+def _most_experts(table: OperatorTable) -> int:
+    experts = (name for name, kind in zip(table.names, table.kinds, strict=True) if kind is OperatorKind.EXPERT)
     return max(Counter(name.rpartition(".")[0] for name in experts).values(), default=1)
+
+
+def _digest(groups: Groups) -> bytes:
+    return hashlib.sha256(encode(groups)).digest()[:16]
+
+
+def _groups_before(ranks: Sequence[_Rank], before: Topology | None) -> Groups:
+    """Return the parity groups of the last generation; empty if there were none, or all ranks are new. Collective.
+
+    Groups are sent only if a rank does not have them, and then by the first rank that does.
+    """
+    digests = [other.groups for other in ranks]
+    known = next((rank for rank, digest in enumerate(digests) if digest is not None), None)
+    if known is None or digests[known] == _digest(()):
+        return ()
+    own = before.groups if before is not None else ()
+    if all(digest == digests[known] for digest in digests):
+        return own
+    groups: Groups = broadcast_object(own, Groups, source=known)
+    return groups
 
 
 def _agreement(rank: int, world: int, connections: Connections) -> Agreement:
@@ -273,16 +307,16 @@ class _Guard(NamedTuple):
     warning: str | None
 
 
-def _guard(config: SessionConfig, ranks: list[_Rank], *, is_running: bool) -> _Guard:
+def _guard(config: SessionConfig, ranks: list[_Rank], groups_before: Groups, *, is_running: bool) -> _Guard:
     nodes, same_node = [other.node for other in ranks], config.copies.same_node
     if (parity := config.copies.protection.parity) is not None:
-        return _in_parity(parity, ranks, nodes, same_node=same_node, is_running=is_running)
+        return _in_parity(parity, groups_before, nodes, same_node=same_node, is_running=is_running)
     copies = allowed_copies(nodes, config.copies.replicas, same_node=same_node, is_running=is_running)
     return _Guard(_place(config, ranks, copies), (), copies.warning)
 
 
 def _in_parity(
-    parity: Parity, ranks: list[_Rank], nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
+    parity: Parity, before: Groups, nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
 ) -> _Guard:
     members, blocks, warning = parity.members, parity.blocks, None
     if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
@@ -292,7 +326,6 @@ def _in_parity(
         warning = f"{parity} is reduced to parity:{members}+{blocks}, because {len(set(nodes))} nodes are left"
     if not blocks:
         return _Guard([()] * len(nodes), (), "only one node is left, so no other node keeps parity")
-    before = next((other.groups for other in ranks if other.groups is not None), ())
     groups = before if groups_still_fit(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
     holders = {rank: group.holders for group in groups for rank in group.members}
     return _Guard([holders[rank] for rank in range(len(nodes))], groups, warning)

@@ -51,7 +51,7 @@ def test_names_are_ordered_as_numbers_whatever_the_order_they_come_in() -> None:
 def test_a_table_of_a_stage_has_a_row_for_each_rank() -> None:
     shared = Operator("embedding", OperatorKind.EMBEDDING, SOME)
     own = [Operator(expert_name(0, rank), OperatorKind.EXPERT, StateBytes(1, 1, rank)) for rank in range(2)]
-    table = OperatorTable(ranks=[[shared, own[0]], [own[1], shared]])
+    table = OperatorTable.of_ranks([OperatorTable(row) for row in [[shared, own[0]], [own[1], shared]]])
     np.testing.assert_array_equal(table.full, [[12, 1, 0], [12, 0, 2]])
     np.testing.assert_array_equal(table.compute, [[2, 1, 0], [2, 0, 1]])
 
@@ -61,9 +61,11 @@ def test_a_name_twice_two_kinds_and_no_operators_are_refused() -> None:
     with pytest.raises(OperatorError, match=r"\bg\b"):
         OperatorTable([gate, gate])
     with pytest.raises(OperatorError, match=r"\bg\b.*\bgate\b.*\bhead\b"):
-        OperatorTable(ranks=[[gate], [Operator("g", OperatorKind.HEAD, SOME)]])
+        OperatorTable.of_ranks([OperatorTable(row) for row in [[gate], [Operator("g", OperatorKind.HEAD, SOME)]]])
     with pytest.raises(OperatorError):
-        OperatorTable()
+        OperatorTable([])
+    with pytest.raises(OperatorError):
+        OperatorTable.of_ranks([])
     with pytest.raises(OperatorError, match="''"):
         Operator("", OperatorKind.GATE, SOME)
     with pytest.raises(OperatorError, match=r"\bg\b.*'router'"):

@@ -14,13 +14,13 @@ STATE = StateBytes(compute=2, master=4, optimizer=8)
 
 def figure_5() -> OperatorTable:
     """Return six experts in each of four layers, on three ranks, with 12 bytes of full state each."""
-    return OperatorTable(
-        ranks=[
-            [
+    return OperatorTable.of_ranks(
+        [
+            OperatorTable(
                 Operator(expert_name(layer, expert), OperatorKind.EXPERT, STATE)
                 for layer in range(4)
                 for expert in (2 * rank, 2 * rank + 1)
-            ]
+            )
             for rank in range(3)
         ]
     )

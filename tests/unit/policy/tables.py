@@ -36,7 +36,7 @@ def stages(draw: st.DrawFn, most: int = 12) -> OperatorTable:
                 for index, (compute, extra) in enumerate(zip(computes, extras, strict=True))
             ]
         )
-    return OperatorTable(ranks=rows)
+    return OperatorTable.of_ranks([OperatorTable(row) for row in rows])
 
 
 @st.composite

@@ -140,7 +140,7 @@ def test_ranks_are_saved_evenly_and_each_by_popularity(ranks: int, experts: int,
         [Operator(expert_name(0, rank * experts + number), OperatorKind.EXPERT, SOME) for number in range(experts)]
         for rank in range(ranks)
     ]
-    table = OperatorTable(ranks=rows)
+    table = OperatorTable.of_ranks([OperatorTable(row) for row in rows])
     scores = np.array([random.randrange(100) for _ in range(len(table))], dtype=np.float64)
     order = order_operators(table, scores)
     assert sorted(order) == list(range(len(table)))

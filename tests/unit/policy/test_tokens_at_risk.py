@@ -25,14 +25,17 @@ STATE = StateBytes(compute=2, master=4, optimizer=8, gradient=4)
 
 def table(layers: int = 3, experts: int = 8, expert_parallel: int = 2) -> OperatorTable:
     each = experts // expert_parallel
-    return OperatorTable(
-        ranks=[
-            [Operator(gate_name(layer), OperatorKind.GATE, STATE) for layer in range(layers)]
-            + [
-                Operator(expert_name(layer, expert), OperatorKind.EXPERT, STATE)
-                for layer in range(layers)
-                for expert in range(rank * each, (rank + 1) * each)
-            ]
+    gates = [Operator(gate_name(layer), OperatorKind.GATE, STATE) for layer in range(layers)]
+    return OperatorTable.of_ranks(
+        [
+            OperatorTable(
+                gates
+                + [
+                    Operator(expert_name(layer, expert), OperatorKind.EXPERT, STATE)
+                    for layer in range(layers)
+                    for expert in range(rank * each, (rank + 1) * each)
+                ]
+            )
             for rank in range(expert_parallel)
         ]
     )

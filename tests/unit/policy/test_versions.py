@@ -36,7 +36,7 @@ def table(layers: int = 4, experts: int = 6, expert_parallel: int = 3) -> Operat
         ]
         for rank in range(expert_parallel)
     ]
-    return OperatorTable(ranks=rows)
+    return OperatorTable.of_ranks([OperatorTable(row) for row in rows])
 
 
 def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:

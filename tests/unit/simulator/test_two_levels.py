@@ -17,7 +17,7 @@ def table(copies: int = 1) -> OperatorTable:
         [Operator(expert_name(0, expert), OperatorKind.EXPERT, STATE) for expert in (2 * rank, 2 * rank + 1)]
         for rank in (0, 1)
     ]
-    return OperatorTable(ranks=rows * copies)
+    return OperatorTable.of_ranks([OperatorTable(row) for row in rows * copies])
 
 
 def training(experts: int = 2, persisted: int | None = 1, limit: float = 1.0) -> TwoLevels:

@@ -44,7 +44,7 @@ def schedule_of(experts: int, saved: int, persisted: int, ranks: int) -> Partial
         ]
         for rank in range(ranks)
     ]
-    table = OperatorTable(ranks=rows)
+    table = OperatorTable.of_ranks([OperatorTable(row) for row in rows])
     return PartialSchedule(table=table, interval=1, experts=saved, most=experts, persisted=persisted)
 
 
