@@ -76,6 +76,8 @@ class Scope:
     """Stages that lost their state."""
     left_out: Collection[int]
     """Iterations that the job never executes (``--iterations-to-skip``), so ranks have no logs of them."""
+    owners: Collection[int]
+    """Ranks of :attr:`lost`, and ranks whose snapshots recompute theirs by parity."""
 
     @property
     def feeding(self) -> set[int]:
@@ -92,11 +94,13 @@ def prepare(
     scope: Scope | None = None,
     lost_ranks: Collection[int] = (),
     *,
+    outcomes: Mapping[int, Any] | None = None,
     may_redo: bool = True,
 ) -> Prepared:
     """Plan a recovery from the reports of all ranks, and fetch its snapshots. Every rank calls it.
 
-    If a snapshot cannot be fetched, the ranks plan again without it.
+    If a snapshot cannot be fetched, the ranks plan again without it. Ranks report all their snapshots only if all
+    stages roll back. Otherwise they report the snapshots of the lost stages, a share of 1 / stages.
 
     Args:
         report: report of this rank, without its snapshots.
@@ -106,6 +110,7 @@ def prepare(
         scope: stages to roll back; None for all stages.
         lost_ranks: ranks that lost their state, so that the recovery may restore these alone. Other ranks of the same
             stages may have kept their state. Empty if the recovery has to restore whole stages.
+        outcomes: recorded outcomes of recent steps on this rank, by iteration.
         may_redo: True if failed ranks may repeat their updates from logged gradients.
 
     Raises:
@@ -114,9 +119,7 @@ def prepare(
     began = time.perf_counter()
     of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
     while True:
-        # Holdings change between attempts: a rank may drop a snapshot as soon as its peers have it.
-        reports = [_without(each, unavailable) for each in _of_all(_with_snapshots(report, sources))]
-        plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
+        reports, plans = _reports_and_plans(report, sources, until, scope, lost_ranks, unavailable, may_redo=may_redo)
         flips.at_plans(report.rank, plans, sources)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []
@@ -132,7 +135,7 @@ def prepare(
         if not failed:
             own_plan = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(
-                plans, own_plan, snapshots=snapshots, outcomes=_agreed_outcomes(reports, report),
+                plans, own_plan, snapshots=snapshots, outcomes=_share_outcomes(reports, report, outcomes or {}),
                 fetch_s=time.perf_counter() - began, other_arithmetic=why_replay_may_differ(reports, plans),
                 placed_since=placed_since(reports),
             )  # fmt: skip
@@ -144,45 +147,90 @@ def prepare(
         unavailable |= _gone(failed, asked_again)
 
 
-def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
-    """Return the report of this rank with the snapshots that its sources hold now."""
-    distinct = {id(source): source for source in sources.values()}.values()
-    holdings = tuple(holding for source in distinct for holding in source.holdings())
-    return replace(report, holdings=holdings, summed=tuple(sum_ for source in distinct for sum_ in source.summed()))
+def _reports_and_plans(
+    report: Report,
+    sources: Mapping[Source, SnapshotSource],
+    until: int | None,
+    scope: Scope | None,
+    lost_ranks: Collection[int],
+    unavailable: Collection[Fetch],
+    *,
+    may_redo: bool,
+) -> tuple[list[Report], tuple[RecoveryPlan, ...]]:
+    """Return the reports of all ranks, and the plans of the recovery that makes the fewest ranks repeat work.
 
+    Collective. Ranks first look for plans that restore the lost stages alone. If there are none, they report the rest
+    of their snapshots, and all stages roll back.
 
-def _of_all(report: Report) -> list[Report]:
-    """Exchange the reports of all ranks, and return them by rank. Collective."""
-    local = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
-    return [
-        replace(other, outcomes=outcomes.value) for other, outcomes in all_gather_objects(local, tuple[Report, Plain])
-    ]
-
-
-def _plans(
-    reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
-) -> tuple[RecoveryPlan, ...]:
-    """Return the plans of the recovery that makes the fewest ranks repeat work.
-
-    If possible, this is a single plan for the failed ranks alone: from live replicas, or by redo. Otherwise there is a
-    plan for each segment of stages that replay together. If such a segment cannot recover alone, there is a single
-    plan in which all stages roll back.
+    Raises:
+        RecoveryError: the state is unrecoverable. Every rank raises it.
     """
-    if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
-        return (from_replicas,)
-    if may_redo and lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
-        return (alone,)
     if scope is not None and len(scope.lost) < scope.pipeline.stages:
-        try:
-            plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]
-            for plan in plans:
-                _check_logs(reports, plan, scope)
-                _check_outcomes(reports, plan, scope)
-            return tuple(plans)
-        except RecoveryError as error:
-            if dist.get_rank() == 0:
-                log.warning(f"all stages roll back, because {error}")
-    return (plan_recovery(reports, until),)
+        reports = _report_to_all(report, sources, unavailable, scope.owners)
+        if (plans := _plans_of_lost(reports, until, scope, lost_ranks, may_redo=may_redo)) is not None:
+            return reports, plans
+    reports = _report_to_all(report, sources, unavailable)
+    if (plan := _plan_of_ranks(reports, until, lost_ranks, may_redo=may_redo)) is None:
+        plan = plan_recovery(reports, until)
+    return reports, (plan,)
+
+
+def _report_to_all(
+    report: Report,
+    sources: Mapping[Source, SnapshotSource],
+    unavailable: Collection[Fetch],
+    owners: Collection[int] | None = None,
+) -> list[Report]:
+    """Exchange reports on the snapshots that ranks hold now, and return the reports by rank. Collective.
+
+    Holdings change between calls: a rank may drop a snapshot as soon as its peers have it.
+
+    Args:
+        report: report of this rank, without its snapshots.
+        sources: sources of this rank's snapshots, by kind.
+        unavailable: fetches that have failed; the reports leave out the snapshots that these were to read.
+        owners: ranks whose snapshots ranks report; None for all ranks.
+    """
+    distinct = {id(source): source for source in sources.values()}.values()
+    holdings = (holding for source in distinct for holding in source.holdings())
+    own = replace(
+        report,
+        holdings=tuple(holding for holding in holdings if owners is None or holding.owner in owners),
+        summed=tuple(sum_ for source in distinct for sum_ in source.summed()),
+    )
+    return [_without(other, unavailable) for other in all_gather_objects(own, Report)]
+
+
+def _plan_of_ranks(
+    reports: Sequence[Report], until: int | None, lost_ranks: Collection[int], *, may_redo: bool
+) -> RecoveryPlan | None:
+    """Return the plan that restores the failed ranks alone, from live replicas or by redo; None without one."""
+    if until is None:
+        return None
+    if (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
+        return from_replicas
+    return plan_redo(reports, until, lost_ranks) if may_redo and lost_ranks else None
+
+
+def _plans_of_lost(
+    reports: Sequence[Report], until: int | None, scope: Scope, lost_ranks: Collection[int], *, may_redo: bool
+) -> tuple[RecoveryPlan, ...] | None:
+    """Return the plans that restore the lost stages alone, or the failed ranks alone; None if that is not possible.
+
+    There is a plan for each segment of stages that replay together.
+    """
+    if (plan := _plan_of_ranks(reports, until, lost_ranks, may_redo=may_redo)) is not None:
+        return (plan,)
+    try:
+        plans = tuple(plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost))
+        for plan in plans:
+            _check_logs(reports, plan, scope)
+            _check_outcomes(reports, plan, scope)
+    except RecoveryError as error:
+        if dist.get_rank() == 0:
+            log.warning(f"all stages roll back, because {error}")
+        return None
+    return plans
 
 
 def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
@@ -209,39 +257,38 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
     Raises:
         RecoveryError: no rank of a replaying rank's model replica has the outcome of one of the iterations.
     """
-    needed = set(plan.iterations) - set(scope.left_out)
+    needed, recorded = set(plan.iterations) - set(scope.left_out), dict[int, set[int]]()
+    for report in reports:
+        recorded.setdefault(report.replica, set()).update(report.outcomes)
     for report in reports:
         if report.stage not in plan.runs:
             continue
         records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
-        if unknown := needed - records - _outcomes(reports, report).keys():
+        if unknown := needed - records - recorded[report.replica]:
             raise RecoveryError(
                 f"no rank in the model replica of rank {report.rank} has the outcome (gradient norm, skipped or not) "
                 f"of iteration {min(unknown)}; without this outcome, stage {report.stage} cannot replay alone"
             )
 
 
-def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
+def _share_outcomes(reports: Sequence[Report], own: Report, outcomes: Mapping[int, Any]) -> Mapping[int, Any]:
     """Return the recorded outcomes of this rank's model replica, for iterations that every replica has recorded.
 
-    For all other iterations, the ranks of all replicas compute the gradient norm together, in a reduction. A rank that
-    took the norm from a record instead would leave the others waiting in this reduction. Some replicas may have no
-    records: without a pipeline, all records of a failed rank's replica are lost.
+    Collective. For all other iterations, the ranks of all replicas compute the gradient norm together, in a reduction.
+    A rank that took the norm from a record instead would leave the others waiting in this reduction. Some replicas may
+    have no records: without a pipeline, all records of a failed rank's replica are lost.
+
+    One rank of a replica, the last with a record of the iteration, sends the outcome for the replica.
     """
-    known: dict[int, set[int]] = {}
+    recorded: dict[int, dict[int, int]] = {}
     for report in reports:
-        known.setdefault(report.replica, set()).update(report.outcomes)
-    common = set.intersection(*known.values())
-    return {iteration: outcome for iteration, outcome in _outcomes(reports, own).items() if iteration in common}
-
-
-def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
-    """Return the outcomes recorded in this rank's model replica, whose ranks all clip by the same norm."""
-    known: dict[int, Any] = {}
-    for report in reports:
-        if report.replica == own.replica:
-            known |= report.outcomes
-    return known
+        recorded.setdefault(report.replica, {}).update(dict.fromkeys(report.outcomes, report.rank))
+    common = set.intersection(*(set(by_iteration) for by_iteration in recorded.values()))
+    senders = recorded[own.replica]
+    local = {iteration: outcomes[iteration] for iteration in sorted(common) if senders[iteration] == own.rank}
+    sent: list[Plain] = all_gather_objects(Plain(local), Plain)
+    known = {iteration: sent[sender].value for iteration, sender in senders.items() if iteration in common}
+    return {iteration: by_iteration[iteration] for iteration, by_iteration in sorted(known.items())}
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
@@ -253,7 +300,9 @@ def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
     return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
 
 
-def _without(report: Report, failed: set[Fetch]) -> Report:
+def _without(report: Report, failed: Collection[Fetch]) -> Report:
+    if not failed:
+        return report
     unavailable = {(fetch.holder, fetch.source, fetch.owner, fetch.iteration) for fetch in failed}
     damaged = {(fetch.holder, fetch.source, fetch.iteration) for fetch in failed}
     kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in unavailable]

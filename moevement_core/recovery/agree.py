@@ -107,18 +107,13 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     )
 
 
-def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:
-    """Return a rank that has applied the update which the follower ``rank`` lacks; both are in one model replica.
+def peers_of_followers(statuses: Sequence[RankStatus], point: ResumePoint) -> dict[int, int | None]:
+    """Return, for each follower, a rank of its model replica that has applied the update which the follower lacks.
 
-    Returns:
-        None if every rank of the model replica lacks the update.
+    The value is None if every rank of the model replica lacks the update.
     """
-    replica = statuses[rank].replica
-    return next(
-        (
-            peer
-            for peer, status in enumerate(statuses)
-            if status.committed == point.iteration and status.replica == replica
-        ),
-        None,
-    )
+    applied: dict[int, int] = {}
+    for rank, status in enumerate(statuses):
+        if status.committed == point.iteration:
+            applied.setdefault(status.replica, rank)
+    return {rank: applied.get(statuses[rank].replica) for rank in point.followers}

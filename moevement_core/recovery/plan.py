@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +37,8 @@ class Report:
     holdings: tuple[Holding, ...]
     logged: tuple[int, ...] = ()
     """Iterations for which the rank's boundary log is complete."""
-    outcomes: Mapping[int, Any] = field(default_factory=dict)
-    """Outcomes of recent steps on this rank (skipped or not, gradient norm, losses), by iteration."""
+    outcomes: tuple[int, ...] = ()
+    """Iterations of recent steps whose outcomes (skipped or not, gradient norm, losses) the rank has recorded."""
     replica: int = 0
     """Number of the rank's model replica; the ranks of a replica have the same number in all stages."""
     summed: tuple[Summed, ...] = ()

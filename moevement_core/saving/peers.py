@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.exchange import all_gather_objects, receive_object, send_object
 from moevement_core.comms.transport import Transport
 from moevement_core.device import Device
 from moevement_core.engine.own import OwnSnapshots
@@ -175,9 +175,19 @@ class Peers:
         self._own().undelivered(snapshot)
 
 
-def peers_have(topology: Topology, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
-    """Return the snapshots of this rank that each peer keeps, from the reports of all ranks (``kept``)."""
-    rank = topology.rank
-    if topology.groups and topology.groups_are_new:
-        return {peer: {} for peer in topology.peers[rank]}
-    return {peer: kept[peer].get(rank, {}) for peer in topology.peers[rank]} if kept else {}
+def ask_peers(topology: Topology, keeps: Copies) -> dict[int, Mapping[int, str]]:
+    """Return the snapshots of this rank that each peer keeps. Every rank calls it when it rejoins a running job.
+
+    Each rank tells the ranks whose snapshots it keeps, and no others.
+
+    Args:
+        topology: topology of the generation.
+        keeps: snapshots that this rank keeps for other ranks; empty on a replacement.
+    """
+    peers = topology.peers[topology.rank]
+    if (transport := topology.channels.messages) is None:
+        return {}
+    for source in topology.sources:
+        send_object(transport, source, dict(keeps.get(source, {})))
+    has = {peer: receive_object(transport, peer, dict[int, str]) for peer in peers}
+    return {peer: {} for peer in peers} if topology.groups and topology.groups_are_new else has

@@ -26,7 +26,7 @@ from moevement_core.replication.pace import Pace
 from moevement_core.restart.generation import generation
 from moevement_core.run.events import Planned
 from moevement_core.saving.identity import JobNames
-from moevement_core.saving.peers import Copies, Peers, peers_have
+from moevement_core.saving.peers import Copies, Peers, ask_peers
 from moevement_core.saving.progress_watch import ProgressWatch
 from moevement_core.saving.reports import Reports
 from moevement_core.saving.stage_policy import Policy
@@ -54,8 +54,6 @@ class Joining:
     """Decisions of this rank's stage, or of another stage if no rank of this stage survived."""
     is_of_same_stage: bool
     """True if :attr:`policy` belongs to this rank's stage."""
-    kept: Sequence[Copies]
-    """Snapshots that each rank keeps for other ranks, in the order of ranks."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
         """Return the policy of this rank's stage.
@@ -129,9 +127,7 @@ class Saving:
             pause=self._pause,
         )
         self._states = binding.states()
-        self.checkpointer = self._start_checkpointer(
-            policy, joining.kept if joining is not None else (), is_resized=is_resized
-        )
+        self.checkpointer = self._start_checkpointer(policy, is_resized=is_resized)
         is_auto, has_parity = config.budget.keep_own is KeepOwn.AUTO, config.copies.protection.parity is not None
         self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
@@ -195,7 +191,7 @@ class Saving:
             keeps_own_copies=self.checkpointer.memory.keeps_own_copies,
         )  # fmt: skip
 
-    def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies], *, is_resized: bool) -> Checkpointer:
+    def _start_checkpointer(self, policy: Policy | None, *, is_resized: bool) -> Checkpointer:
         memory = SnapshotMemory(
             self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None,
             is_summed=self._config.copies.protection.parity is not None,
@@ -218,7 +214,7 @@ class Saving:
             memory=memory,
             allowance=self.allowance,
             report=self.reports.report,
-            has=peers_have(self.topology, kept),
+            has=ask_peers(self.topology, {}) if policy is not None else {},
             needed=policy.needed if policy is not None else (NONE, NONE),
             pause=self._pause,
         )
@@ -407,19 +403,18 @@ class Saving:
             self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
         )
 
-    def keeps(self) -> dict[int, dict[int, str]]:
-        """Return the snapshots that this rank keeps for other ranks, as :data:`Copies`."""
+    def _keeps(self) -> Copies:
+        """Return the snapshots that this rank keeps for other ranks."""
         # An owner may have several stores, the newest first. In reversed order, the newest overrides the others.
         stores = reversed(self.checkpointer.replicator.stores)
         return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
-    def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
+    def rewire(self, policy: Policy) -> None:
         """Continue in a new generation. Survivors call it when replacements create their :class:`Saving`.
 
         Args:
             policy: policy on which the ranks of the stage agreed. A failure may have interrupted some of them within a
                 decision, so their own policies may differ.
-            kept: result of :meth:`keeps` of every rank.
         """
         self._go_by(policy)
         checkpointer = self.checkpointer
@@ -428,12 +423,12 @@ class Saving:
         )
         self._warn_of_copies()
         checkpointer.make_room_for_kept()
+        has = ask_peers(self.topology, self._keeps())
         before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
-        others = [store for store in before if not store.shares_memory_with(current)]
         # An owner may have other peers now. Its copies on this rank stay useful until the new peers have copies.
-        has = peers_have(self.topology, kept)
+        others = [store for store in before if not store.shares_memory_with(current)]
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()
 

@@ -7,11 +7,13 @@ the newest decisions that any rank reports.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moevement_core.comms.codec import Plain, pack_schedule, unpack_schedule
+from moevement_core.comms.codec import Plain, decode, encode, pack_schedule, unpack_schedule
+from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.policy.schedule import Schedule, is_other_window
 
 
@@ -88,12 +90,73 @@ class SentPolicy:
         return replace(self.rest, schedules=tuple(map(unpack_schedule, self.schedules)), learned=self.learned.value)
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """Summary of a rank's policy, which all ranks exchange."""
+
+    stage: int
+    window_start: int = 0
+    digest: bytes = b""
+    """Digest of the encoded policy; empty on a rank that was not in training."""
+
+
+def share_policy(stage: int, policy: Policy | None) -> tuple[Policy, bool]:
+    """Return the policy with which this rank continues after a failure. Collective.
+
+    Ranks exchange digests of their policies. A policy is sent only if a rank lacks it, and then by one rank. Usually
+    this is the policy of each stage that has replacements.
+
+    Args:
+        stage: pipeline stage of this rank.
+        policy: newest decisions that this rank has completed; None on a replacement. One rank at least has a policy.
+
+    Returns:
+        The result of :func:`agree`.
+    """
+    encoded = encode(SentPolicy.of(policy)) if policy is not None else b""
+    own = _Summary(stage)
+    if policy is not None:
+        own = _Summary(stage, policy.window_start, hashlib.sha256(encoded).digest()[:16])
+    summaries = all_gather_objects(own, _Summary)
+    chosen, senders = chosen_policies(summaries)
+    policies = {}
+    for sender in senders:
+        sent = broadcast_object(SentPolicy.of(policy) if policy is not None else None, SentPolicy, source=sender)
+        policies[sender] = sent.policy()
+    if (latest := chosen.get(stage)) is not None and latest not in policies:  # this rank has an equal policy
+        policies[latest] = decode(encoded, SentPolicy).policy()
+    return agree(stage, [(summaries[rank].stage, policies[rank]) for rank in sorted(policies)])
+
+
+def chosen_policies(summaries: Sequence[_Summary]) -> tuple[dict[int, int], list[int]]:
+    """Return the rank whose policy each stage takes, and the ranks that have to send their policies to others.
+
+    Args:
+        summaries: summary of every rank's policy.
+    """
+    chosen: dict[int, int] = {}
+    for rank, summary in enumerate(summaries):
+        if not summary.digest:
+            continue
+        if (before := chosen.get(summary.stage)) is None or summaries[before].window_start < summary.window_start:
+            chosen[summary.stage] = rank
+    newest = max(sorted(chosen.values()), key=lambda rank: summaries[rank].window_start)
+    senders = set[int]()
+    for summary in summaries:
+        latest = chosen.get(summary.stage)
+        if latest is not None and summary.digest != summaries[latest].digest:
+            senders.add(latest)
+        if latest is None or summaries[latest].window_start < summaries[newest].window_start:
+            senders.add(newest)
+    return chosen, sorted(senders)
+
+
 def agree(stage: int, reported: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:
     """Return the policy with which all ranks of a stage continue; every rank chooses the same.
 
     Args:
         stage: pipeline stage of this rank.
-        reported: stage and policy of every rank that was in training.
+        reported: stage and policy of ranks that were in training, in the order of ranks.
 
     Returns:
         The policy, and True if it belongs to this stage. If False, its schedules order the operators of another stage.

@@ -87,9 +87,10 @@ class Recoverer:
         live_replicas = LiveReplicas(parts.binding, topology, mark)
         sources[Source.REPLICA] = live_replicas
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
+        outcomes = self._records.known(until)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
-            outcomes=self._records.known(until), replica=topology.replica,
+            outcomes=tuple(sorted(outcomes)), replica=topology.replica,
             stands_for=live_replicas.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
             arithmetic=arithmetic(), is_repeatable=is_repeatable(),
             placed_since=self.placements.unchanged_since(placement()),
@@ -108,6 +109,7 @@ class Recoverer:
                     transport=transport,
                     scope=scope,
                     lost_ranks=lost_ranks,
+                    outcomes=outcomes,
                     may_redo=may_redo,
                 )
             )
@@ -239,6 +241,7 @@ class Recoverer:
         on_disk = self._disk.windows_reaching(until)
         if not on_disk.windows:
             raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
+        report = replace(report, outcomes=())
         prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)
         assert prepared.own_plan is not None
         first, counts = prepared.own_plan.first, prepared.own_plan.sources()
@@ -285,4 +288,4 @@ class Recoverer:
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")
             return None
-        return Scope(parts.topology.pipeline, lost, parts.binding.iterations_left_out())
+        return Scope(parts.topology.pipeline, lost, parts.binding.iterations_left_out(), parts.topology.owners_of(lost))

@@ -9,91 +9,29 @@ data. The training loop then calls :meth:`Rejoined.resume`, which replays.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
-from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.rebuild.prepare import Prepared
-from moevement_core.recovery.agree import RankStatus, ResumePoint, decide, peer_of_follower
+from moevement_core.recovery.agree import RankStatus, ResumePoint, decide
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import refuse_if_interrupted, waiting_for_others
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving.identity import JobNames, job_name
-from moevement_core.saving.peers import Copies
 from moevement_core.saving.saving import Joining
-from moevement_core.saving.stage_policy import Policy, SentPolicy, agree
+from moevement_core.saving.stage_policy import share_policy
 from moevement_core.session.failure_report import Times, report_failure
+from moevement_core.session.rank_report import RankReport, outcome_to_follow, report_of, share_reached
 from moevement_core.session.session import Session
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.config import SessionConfig
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """Report that each rank sends to all other ranks when they meet after a failure."""
-
-    status: RankStatus
-    outcome: Mapping[str, Any] = field(default_factory=dict)
-    """Results of the reductions of the rank's last committed step (:attr:`Mark.outcome`)."""
-    common: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of the boundary record that are equal on all ranks, right after the rank's last committed iteration."""
-    begun: Mapping[str, Any] | None = None
-    """Entries of the boundary record that are equal on all ranks, at the beginning of the interrupted iteration.
-
-    A scheduled evaluation or save before that iteration is over by then. None if the failure interrupted no iteration.
-    """
-    run_totals: Any = None
-    """Totals of the run, such as floating-point operations, for replacements (``Binding.run_totals``)."""
-    shared: Any = None
-    """Data from which a replacement builds its model and optimizer (``Binding.build_data``)."""
-    keeps: Copies = field(default_factory=dict)
-    """Snapshots that the rank keeps for other ranks: schedule id of each, by owner and iteration."""
-    policy: Policy | None = None
-    """Decisions of the rank's stage on windows and schedules; None on a replacement."""
-    goal: RankReport | None = None
-    """Report, from an interrupted recovery, of a rank that had committed the resume iteration of that recovery.
-
-    Set if the recovery was interrupted before it had restored this rank's state; otherwise None.
-    """
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Encoding of a :class:`RankReport` for the exchange between ranks."""
-
-    status: RankStatus
-    data: Plain
-    """Values of ``outcome``, ``common``, ``begun``, ``run_totals`` and ``shared``, in this order."""
-    keeps: dict[int, dict[int, str]]
-    policy: SentPolicy | None
-    goal: _Sent | None
-
-
-def _packed(report: RankReport) -> _Sent:
-    begun = dict(report.begun) if report.begun is not None else None
-    return _Sent(
-        status=report.status,
-        data=Plain((dict(report.outcome), dict(report.common), begun, report.run_totals, report.shared)),
-        keeps={rank: dict(copies) for rank, copies in report.keeps.items()},
-        policy=SentPolicy.of(report.policy) if report.policy is not None else None,
-        goal=_packed(report.goal) if report.goal is not None else None,
-    )
-
-
-def _unpacked(sent: _Sent) -> RankReport:
-    outcome, common, begun, run_totals, shared = sent.data.value
-    return RankReport(
-        status=sent.status, outcome=outcome, common=common, begun=begun, run_totals=run_totals, shared=shared,
-        keeps=sent.keeps, policy=sent.policy.policy() if sent.policy is not None else None,
-        goal=_unpacked(sent.goal) if sent.goal is not None else None,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,39 +106,6 @@ class Rejoined:
         return recovery
 
 
-def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | None) -> RankReport:
-    """Return the report of this rank to all others.
-
-    Args:
-        binding: binding of this rank.
-        session: session of a survivor that had begun training; None on a replacement.
-        rejoined: result of :func:`rejoin` of a recovery that this failure interrupted; None without one.
-    """
-    place = binding.place()
-    status = RankStatus(stage=place.stage, replica=place.replica)
-    if session is None:
-        return RankReport(status)
-    status = replace(status, was_training=True, began_at=session.saving.began_at)
-    kept = RankReport(
-        status,
-        keeps=session.saving.keeps(),
-        shared=binding.build_data(),
-        policy=session.saving.policy(),
-        run_totals=binding.run_totals(),
-    )
-    mark = session.commit.mark if not session.commit.torn else None
-    if mark is None:
-        goal = rejoined.reached if rejoined is not None else None
-        return replace(kept, status=replace(status, goal=goal.status if goal is not None else None), goal=goal)
-    return replace(
-        kept,
-        status=replace(status, committed=mark.iteration, has_begun_next=mark.resumed is not None),
-        outcome=mark.outcome,
-        common=binding.replicated_state(mark.boundary),
-        begun=binding.replicated_state(mark.resumed) if mark.resumed is not None else None,
-    )
-
-
 class Unrecoverable(RecoveryError):
     """Error that the lost state is unrecoverable, raised on every rank. The session is unusable afterwards."""
 
@@ -228,25 +133,25 @@ def rejoin(
         RecoveryError: objects of this rank cannot use the new process groups.
     """
     usable_at = time.time()
-    sent = all_gather_objects(_packed(report_of(binding, session, before)), _Sent)
-    reports = [_unpacked(report) for report in sent]
-    statuses = [report.status for report in reports]
+    report = report_of(binding, session, before.reached if before is not None else None)
+    statuses = all_gather_objects(report.status, RankStatus)
     point = decide(statuses)
     injection.at(Phase.RECOVER, point.iteration)
-    reached = reports[point.reference]
-    if point.reference_is_goal:
-        assert reached.goal is not None
-        reached = reached.goal
+    reached, build_data = share_reached(binding, report, statuses, point)
+    outcome = outcome_to_follow(report, reached, statuses, point)
+    policy, is_of_same_stage = share_policy(report.status.stage, session.saving.policy() if session else None)
     is_as_at_start = False
     if session is not None:
         binding.regroup()
     else:
-        survivor = next(report for report in reports if report.status.was_training)
-        is_as_at_start = binding.build(survivor.shared)
+        is_as_at_start = binding.build(build_data)
     if session is not None and dist.get_rank() in point.followers:
-        _follow(session, point, reports, reached)
+        _follow(session, point, outcome, reached)
     is_survivor = session is not None
-    session = _go_on_or_join(binding, config, session, reports)
+    if session is not None:
+        session.rewire(policy)
+    else:
+        session = Session(binding, config, JobNames(job_name() or ""), joining=Joining(policy, is_of_same_stage))
     joined(session, point.iteration)
     if is_survivor:  # the schedules that all ranks have agreed on decide what is logged
         _log_gradients(session)
@@ -279,11 +184,8 @@ def rejoin(
     )
 
 
-def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport], reached: RankReport) -> None:
+def _follow(session: Session, point: ResumePoint, outcome: Mapping[str, Any], reached: RankReport) -> None:
     """Apply the only update that this rank lacks: the update of the resume iteration."""
-    statuses = [report.status for report in reports]
-    peer = peer_of_follower(dist.get_rank(), statuses, point)
-    outcome = (reports[peer] if peer is not None else reached).outcome
     mark = session.commit.mark
     if point.iteration in session.binding.iterations_left_out() and mark is not None:  # left out: it has no update
         session.commit.mark = Mark(point.iteration, {**mark.boundary, **reached.common}, {})
@@ -299,16 +201,3 @@ def _log_gradients(session: Session) -> None:
     if mark.iteration not in session.binding.iterations_left_out():
         session.saving.checkpointer.log_gradients(mark.iteration)
     session.saving.checkpointer.wait_for_gradient_copies(mark.iteration)
-
-
-def _go_on_or_join(
-    binding: Binding, config: SessionConfig, session: Session | None, reports: Sequence[RankReport]
-) -> Session:
-    """Return the session of this generation: on a survivor, the old one with new connections, else a new one."""
-    policies = [(report.status.stage, report.policy) for report in reports if report.policy is not None]
-    policy, is_of_same_stage = agree(reports[dist.get_rank()].status.stage, policies)
-    kept = [report.keeps for report in reports]
-    if session is not None:
-        session.rewire(policy, kept)
-        return session
-    return Session(binding, config, JobNames(job_name() or ""), joining=Joining(policy, is_of_same_stage, kept))

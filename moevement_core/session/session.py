@@ -12,7 +12,7 @@ at the beginning of a window (``saving/windows.py``). The session adds these col
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation, has_committed, refuse_if_interrupted
 from moevement_core.saving.identity import JobNames
-from moevement_core.saving.peers import Copies
 from moevement_core.saving.saving import Joining, Saving
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.step_records import StepRecords
@@ -250,12 +249,13 @@ class Session:
             self.binding.boundary_log.interrupted()
         self.saving.interrupted()
 
-    def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
+    def rewire(self, policy: Policy) -> None:
         """Continue in a new generation, with new channels and peers.
 
-        The arguments are those of :meth:`Saving.rewire`.
+        Args:
+            policy: policy on which the ranks of the stage agreed.
         """
-        self.saving.rewire(policy, kept)
+        self.saving.rewire(policy)
         self._start_clock()
 
     def resumed(self, committed: int) -> None:

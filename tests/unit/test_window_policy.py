@@ -7,7 +7,7 @@ import numpy as np
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.window import WindowKind, impose_window
-from moevement_core.saving.stage_policy import Policy, agree
+from moevement_core.saving.stage_policy import Policy, _Summary, agree, chosen_policies
 from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts
 
@@ -67,3 +67,16 @@ def test_a_stage_of_which_nobody_is_left_has_the_windows_of_the_others() -> None
     assert [(schedule.start, schedule.size) for schedule in own.schedules] == [(0, 3), (6, 2)]
     assert own.schedules[0].table is TABLES[0]
     assert own.learned == "learned"
+
+
+def test_only_policies_that_a_rank_lacks_are_sent() -> None:
+    equal = [_Summary(rank % 2, 6, bytes([rank % 2, 1])) for rank in range(6)]
+    assert chosen_policies(equal) == ({0: 0, 1: 1}, [])
+    replaced = [_Summary(0), *equal[1:]]
+    assert chosen_policies(replaced) == ({0: 2, 1: 1}, [2])
+    behind = [*equal[:3], _Summary(1, 3, b"before"), *equal[4:]]
+    assert chosen_policies(behind) == ({0: 0, 1: 1}, [1])
+    stage_behind = [_Summary(rank % 2, 6 - 3 * (rank % 2), bytes([rank % 2, 1])) for rank in range(6)]
+    assert chosen_policies(stage_behind) == ({0: 0, 1: 1}, [0])
+    stage_lost = [summary if summary.stage == 0 else _Summary(1) for summary in equal]
+    assert chosen_policies(stage_lost) == ({0: 0}, [0])

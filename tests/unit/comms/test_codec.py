@@ -29,9 +29,9 @@ from moevement_core.recovery.plan import Report
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving import totals
 from moevement_core.saving.identity import JobNames
-from moevement_core.saving.stage_policy import Policy
+from moevement_core.saving.stage_policy import Policy, SentPolicy, _Summary
 from moevement_core.session import failure_report
-from moevement_core.session.rejoin import RankReport, _packed, _Sent, _unpacked
+from moevement_core.session.rank_report import RankReport, _packed, _Sent, _unpacked
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.storage.manifest import Manifest
 from moevement_core.strategies.dense import DenseSchedule
@@ -105,25 +105,24 @@ def policy(learned: object) -> Policy:
     return Policy(4, tuple(schedules()), learned, True, 1, 0, "name", (3, 4), False)
 
 
-def test_a_report_with_its_policy_and_goal() -> None:
-    goal = RankReport(RankStatus(0, 1), {"norm": 2.0}, {"progress": {"iteration": 3}})
-    report = RankReport(
-        RankStatus(1, 0), keeps={1: {4: "id"}}, shared=[("key", 1.0)], policy=policy((np.ones(2), None)), goal=goal
-    )
-    received = _unpacked(decode(encode(_packed(report)), _Sent))
-    assert received.status == report.status
-    assert received.goal == goal
-    assert received.keeps == report.keeps
-    assert received.shared == report.shared
-    assert received.policy is not None
-    assert [schedule.id for schedule in received.policy.schedules] == [schedule.id for schedule in schedules()]
-    assert np.array_equal(received.policy.learned[0], np.ones(2))
-    assert received.policy.needed == (3, 4)
+def test_a_report_with_the_data_for_replacements() -> None:
+    report = RankReport(RankStatus(1, 0), {"norm": 2.0}, {"progress": {"iteration": 3}}, begun={"rng": 1})
+    received, build_data = _unpacked(decode(encode(_packed(report, [("key", 1.0)])), _Sent))
+    assert received == report
+    assert build_data == [("key", 1.0)]
+
+
+def test_a_policy() -> None:
+    received = decode(encode(SentPolicy.of(policy((np.ones(2), None)))), SentPolicy).policy()
+    assert [schedule.id for schedule in received.schedules] == [schedule.id for schedule in schedules()]
+    assert np.array_equal(received.learned[0], np.ones(2))
+    assert received.needed == (3, 4)
 
 
 KINDS = (
     survivors._Compared, totals.Totals, engine_progress.Progress, Needs, Manifest, Recovery, LostTokens, JobNames,
-    Address, _Rank, _Sent, Report, _Known, _Standing, OfferedState, _Kind, Formation, Origin, failure_report._Told,
+    Address, _Rank, _Sent, RankStatus, _Summary, SentPolicy, Report, _Known, _Standing, OfferedState, _Kind, Formation,
+    Origin, failure_report._Told,
 )  # fmt: skip
 
 
@@ -150,7 +149,8 @@ def test_a_pickle_is_nothing(kind: object) -> None:
         (REPORT, Report),
         (Plain({"rng": (torch.arange(9), b"x")}), Plain),
         (OperatorTable(OPERATORS), OperatorTable),
-        (_packed(RankReport(RankStatus(0, 0), keeps={1: {4: "id"}}, policy=policy(1))), _Sent),
+        (_packed(RankReport(RankStatus(0, 0), {"norm": 2.0}), 1), _Sent),
+        (SentPolicy.of(policy(1)), SentPolicy),
     ],
 )  # fmt: skip
 def test_damaged_bytes_are_refused_or_data_of_the_type(value: object, kind: type) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moevement_core.recovery.agree import NothingToResume, RankStatus, ResumePoint, decide, peer_of_follower
+from moevement_core.recovery.agree import NothingToResume, RankStatus, ResumePoint, decide, peers_of_followers
 
 
 def _at(committed: int | None, stage: int, *, begun: bool = True, replica: int = 0) -> RankStatus:
@@ -92,6 +92,6 @@ def test_who_follows_goes_by_a_rank_of_its_own_replica_where_one_is_left() -> No
     ]  # fmt: skip
     point = decide(statuses)
     assert point.followers == {0, 1}
-    assert [peer_of_follower(rank, statuses, point) for rank in (0, 1)] == [2, 3]
+    assert peers_of_followers(statuses, point) == {0: 2, 1: 3}
     alone = [*statuses[:3], _new(1, replica=1)]
-    assert peer_of_follower(1, alone, decide(alone)) is None
+    assert peers_of_followers(alone, decide(alone)) == {0: 2, 1: None}
