@@ -38,8 +38,6 @@ class Row:
     full: float
     frozen: float
     frozen_cuda: float | None
-    frozen_fp8: float
-    """Milliseconds with FP8 weights that are widened for products in BF16."""
     floor_full: float | None
     floor_frozen: float | None
 
@@ -99,7 +97,6 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     p = torch.rand(layer.tokens, device="cuda")
     h = launch.forward(x, p, counts, w1, w2, kind).h
     into = tuple([torch.zeros_like(tensor, dtype=torch.float32) for tensor in weight.data] for weight in (w1, w2))
-    fp8 = tuple(_as_fp8(weight) for weight in (w1, w2))
 
     def frozen() -> torch.Tensor:
         return launch.input_gradient(dy, h, p, counts, w1, w2, kind).dh
@@ -113,26 +110,15 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
         frozen()
         select(Backend.TRITON)
 
-    passes: dict[str, Callable[[], object]] = {
-        "full": full, "frozen": frozen,
-        "frozen_fp8": lambda: launch.input_gradient(dy, h, p, counts, fp8[0], fp8[1], kind),
-    }  # fmt: skip
+    passes: dict[str, Callable[[], object]] = {"full": full, "frozen": frozen}
     if Backend.CUDA in _backends():
         passes["frozen_cuda"] = frozen_cuda
     passes |= _floor(x, dy, h=h, counts=counts, w1=w1, w2=w2)
     times = _times(passes, rounds)
     return Row(
         layer, routing="skewed" if is_skewed else "even", full=times["full"], frozen=times["frozen"], frozen_cuda=times.get("frozen_cuda"),
-        frozen_fp8=times["frozen_fp8"], floor_full=times.get("floor_full"), floor_frozen=times.get("floor_frozen"),
+        floor_full=times.get("floor_full"), floor_frozen=times.get("floor_frozen"),
     )  # fmt: skip
-
-
-def _as_fp8(weights: Weights) -> Weights:
-    scale = torch.ones(1, device="cuda")
-    return Weights(
-        [weight.float().to(torch.float8_e4m3fn).view(torch.uint8) for weight in weights.data],
-        [scale] * len(weights.data),
-    )
 
 
 def _floor(
@@ -209,8 +195,7 @@ def _line(row: Row, peak: float) -> str:
     best = min(row.frozen, row.frozen_cuda or row.frozen)
     cells = [
         f"{row.layer.model}, {row.layer.experts} experts, {row.layer.tokens} tokens", row.routing, cell(row.full),
-        cell(row.frozen), cell(row.frozen_cuda), cell(row.frozen_fp8),
-        cell(row.floor_full), cell(row.floor_frozen),
+        cell(row.frozen), cell(row.frozen_cuda), cell(row.floor_full), cell(row.floor_frozen),
         f"{row.full / best:.2f}", f"{row.rate(best):.0f}", f"{row.rate(best) / peak:.0%}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
@@ -234,8 +219,8 @@ turns, with cold caches. The floor is the time of the products alone, by torch's
 has no activation and no probabilities, and weight gradients are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
 the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
 
-| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | floor, full | floor, frozen | speed-up | TFLOP/s | share |
-|---|---|---|---|---|---|---|---|---|---|---|
+| layer | routing | full | frozen, Triton | frozen, CUDA | floor, full | floor, frozen | speed-up | TFLOP/s | share |
+|---|---|---|---|---|---|---|---|---|---|
 {lines}
 
 Activations kept for the backward pass, beside the probabilities:

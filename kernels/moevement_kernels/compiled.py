@@ -59,20 +59,17 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Yield every kernel in each format to compile for an architecture.
+    """Yield every kernel in each dtype to compile for an architecture.
 
-    The formats are BF16 for every architecture, FP8 weights from capability 8.9 on, and FP16 and FP32 from 9.0 on.
+    The dtypes are BF16 for every architecture, and FP16 and FP32 from capability 9.0 on.
     """
-    yield from _mlp_cases("bf16", 0, capability)
+    yield from _mlp_cases("bf16", capability)
     if capability >= 90:
-        yield from _mlp_cases("fp16", 0, capability)
-        yield from _mlp_cases("fp32", 0, capability)
-    if capability >= 89:  # Older architectures have no conversions from FP8.
-        yield from _mlp_cases("bf16", 1, capability)
-        yield from _mlp_cases("bf16", 2, capability)
+        yield from _mlp_cases("fp16", capability)
+        yield from _mlp_cases("fp32", capability)
 
 
-def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
+def _mlp_cases(dtype: str, capability: int) -> Iterator[Case]:
     from triton import language as tl
 
     from moevement_kernels import triton_kernels as kernels
@@ -81,30 +78,27 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
     is_fp32 = dtype == "fp32"  # Exact FP32 products do not use tensor cores.
     held_by_torch = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     sizes = _sizes(tiles_of(held_by_torch))
-    weights = {"DTYPE": held, "W_DTYPE": tl.uint8 if form else held, "FORMAT": form, **sizes, "GROUP": 8}
+    common = {"DTYPE": held, **sizes, "GROUP": 8}
     pointers = {
         **dict.fromkeys(("x", "h", "a", "left", "right", "out", "dy", "dh"), f"*{dtype}"),
-        **dict.fromkeys(("p", "dy_scale", "dp_parts"), "*fp32"),
-        **dict.fromkeys(("w1_at", "w2_at", "w_at", "out_at", "scale_at"), "*i64"),
+        **dict.fromkeys(("p", "dp_parts"), "*fp32"),
+        **dict.fromkeys(("w1_at", "w2_at", "w_at", "out_at"), "*i64"),
         **dict.fromkeys(("offsets", "active_offsets", "left_offsets", "right_offsets"), "*i64"),
         **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
     }
-    label = f"{dtype}{('', ', FP8 weights', ', FP8 weights by block')[form]}"
-    # Training is tuned for 9.0 and has no FP8 weights. For other cases, one gated and one plain activation are enough.
-    for kind in Activation if capability == 90 and not form else (Activation.SWIGLU, Activation.GELU):
-        constants = {**activation_constants(kind), **weights}
+    # Training is tuned for 9.0. For other architectures, one gated and one plain activation are enough.
+    for kind in Activation if capability == 90 else (Activation.SWIGLU, Activation.GELU):
+        constants = {**activation_constants(kind), **common}
         own = _sizes(tiles_of(held_by_torch, two_products=kind.is_gated))
-        yield Case(f"up {label}, {kind}", kernels.up_kernel, constants | own, pointers, not is_fp32)
-        constants["DY_IS_E5M2"] = form > 0
-        types = pointers | ({"dy": "*u8"} if form else {})
-        name = f"hidden gradient {label}, {kind}"
-        yield Case(name, kernels.hidden_gradient_kernel, constants, types, not is_fp32)
+        yield Case(f"up {dtype}, {kind}", kernels.up_kernel, constants | own, pointers, not is_fp32)
+        name = f"hidden gradient {dtype}, {kind}"
+        yield Case(name, kernels.hidden_gradient_kernel, constants, pointers, not is_fp32)
     for is_transposed in (True, False):
-        constants = {"TRANSPOSED": is_transposed, **weights}
-        name = f"product {label}{', transposed' if is_transposed else ''}"
+        constants = {"TRANSPOSED": is_transposed, **common}
+        name = f"product {dtype}{', transposed' if is_transposed else ''}"
         yield Case(name, kernels.product_kernel, constants, pointers, not is_fp32)
-    for accumulates in () if form else (False, True):
-        name = f"weight gradient {label}{', added' if accumulates else ''}"
+    for accumulates in (False, True):
+        name = f"weight gradient {dtype}{', added' if accumulates else ''}"
         constants = {"ACCUMULATE": accumulates, **sizes}
         yield Case(name, kernels.weight_gradient_kernel, constants, pointers, not is_fp32)
 

@@ -13,7 +13,7 @@ from moevement_kernels.backend import Backend, has_kernels, selected
 from moevement_kernels.cuda import grouped_product
 from moevement_kernels.reference import Forward, InputGradient
 from moevement_kernels.tiles import RowTiles, Tiles, addresses, counts_of_active, offsets, row_tiles, tiles_of
-from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
+from moevement_kernels.weights import Weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 8
@@ -39,17 +39,17 @@ def forward(
     rows = row_tiles(counts, size.rows, x.device)
     h, a = x.new_empty(x.shape[0], w1.rows), x.new_empty(x.shape[0], w2.columns)
     y = torch.empty_like(x)
-    w1_at, w2_at = _weights_at(w1, x.device), _weights_at(w2, x.device)
+    w1_at, w2_at = addresses("weight", w1.data, x.device), addresses("weight", w2.data, x.device)
     kernels.up_kernel[(rows.count * _cdiv(w2.columns, size.columns),)](
-        x, p, *w1_at, h, a, rows.expert, rows.begin, rows.end, rows.count, x.shape[1], w2.columns, w1.scale_stride,
-        **activation_constants(kind), **_dtypes(w1, x.dtype), **_sizes(size, w1),
+        x, p, w1_at, h, a, rows.expert, rows.begin, rows.end, rows.count, x.shape[1], w2.columns,
+        **activation_constants(kind), DTYPE=_named(x.dtype), **_sizes(size),
     )  # fmt: skip
     _product(a, w2, w2_at, y, rows, tiles or tiles_of(x.dtype), is_transposed=True)
     return Forward(y, h)
 
 
 def input_gradient(
-    dy: torch.Tensor | E5M2,
+    dy: torch.Tensor,
     h: torch.Tensor,
     p: torch.Tensor,
     counts: Sequence[int],
@@ -60,8 +60,7 @@ def input_gradient(
     tiles: Tiles | None = None,
 ) -> InputGradient:
     """Compute :func:`reference.input_gradient` with the selected backend. Tests and benchmarks set ``tiles``."""
-    data = dy.data if isinstance(dy, E5M2) else dy
-    _check(data, p, counts, w1, w2, kind, rows="gradients of outputs", is_e5m2=isinstance(dy, E5M2))
+    _check(dy, p, counts, w1, w2, kind, rows="gradients of outputs")
     if not has_kernels(h):
         return reference.input_gradient(dy, h, p, counts, w1, w2, kind, active)
     from moevement_kernels import triton_kernels as kernels
@@ -73,15 +72,12 @@ def input_gradient(
     across = _cdiv(inner, size.columns)
     dh, dx, a = torch.empty_like(h), h.new_empty(tokens, hidden), h.new_empty(sum(active_counts), inner)
     parts = torch.empty(across, tokens, dtype=torch.float32, device=h.device)
-    data = data.contiguous()
-    scale = dy.inverse_scale if isinstance(dy, E5M2) else parts
     kernels.hidden_gradient_kernel[(rows.count * across,)](
-        data, scale, h, p, *_weights_at(w2, h.device), dh, a, parts, rows.expert, rows.begin, rows.end,
+        dy.contiguous(), h, p, addresses("weight", w2.data, h.device), dh, a, parts, rows.expert, rows.begin, rows.end,
         offsets(counts, h.device), offsets(active_counts, h.device), rows.count, tokens, hidden, inner,
-        w2.scale_stride, **activation_constants(kind), DY_IS_E5M2=isinstance(dy, E5M2), **_dtypes(w2, h.dtype),
-        **_sizes(size, w2),
+        **activation_constants(kind), DTYPE=_named(h.dtype), **_sizes(size),
     )  # fmt: skip
-    _product(dh, w1, _weights_at(w1, h.device), dx, rows, size, is_transposed=False)
+    _product(dh, w1, addresses("weight", w1.data, h.device), dx, rows, size, is_transposed=False)
     return InputGradient(dx, parts.sum(0), dh, a)
 
 
@@ -196,7 +192,7 @@ def _check_targets(
 def _product(
     left: torch.Tensor,
     weights: Weights,
-    at: tuple[torch.Tensor, torch.Tensor],
+    at: torch.Tensor,
     out: torch.Tensor,
     rows: RowTiles,
     size: Tiles,
@@ -209,8 +205,8 @@ def _product(
 
     inner, columns = left.shape[1], out.shape[1]
     kernels.product_kernel[(rows.count * _cdiv(columns, size.columns),)](
-        left, *at, out, rows.expert, rows.begin, rows.end, rows.count, inner, columns, weights.columns,
-        weights.scale_stride, TRANSPOSED=is_transposed, **_dtypes(weights, left.dtype), **_sizes(size, weights),
+        left, at, out, rows.expert, rows.begin, rows.end, rows.count, inner, columns, weights.columns,
+        TRANSPOSED=is_transposed, DTYPE=_named(left.dtype), **_sizes(size),
     )  # fmt: skip
 
 
@@ -223,9 +219,8 @@ def _check(
     kind: Activation,
     *,
     rows: str = "tokens",
-    is_e5m2: bool = False,
 ) -> None:
-    if x.dtype not in DTYPES and not is_e5m2:
+    if x.dtype not in DTYPES:
         raise ValueError(f"{rows} are {x.dtype}; the dtype must be one of {DTYPES}")
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
@@ -234,11 +229,10 @@ def _check(
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]
-        is_foreign = weights.format is Format.PLAIN and first.dtype != x.dtype and not is_e5m2
-        if is_foreign or first.device != x.device:
+        if first.dtype != x.dtype or first.device != x.device:
             raise ValueError(
                 f"{name} is {first.dtype} on {first.device}, and {rows} are {x.dtype} on {x.device}; give both on "
-                f"one device, and weights that are not quantized in the dtype of {rows}"
+                "one device, with one dtype"
             )
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
@@ -247,16 +241,6 @@ def _check(
             f"{(w2.rows, w2.columns)}; with this W2 and the activation {kind}, W1 must be {(wanted, w2.rows)}, and "
             f"both must have {len(counts)} experts"
         )
-    if Format.FP8_PER_BLOCK in (w1.format, w2.format) and kind.is_gated and w2.columns % BLOCK:
-        raise ValueError(
-            f"W2 has {w2.columns} columns; needs a multiple of {BLOCK} for gated activations and block scales"
-        )
-
-
-def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    data = addresses("weight", weights.data, device)
-    scales = weights.inverse_scales
-    return data, data if scales is None else addresses("inverse scale", scales, device, multiple=4)
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:
@@ -264,21 +248,13 @@ def activation_constants(kind: Activation) -> dict[str, Any]:
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
-def _dtypes(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
+def _named(dtype: torch.dtype) -> Any:
     from triton import language as tl
 
-    named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
-    return {
-        "FORMAT": int(weights.format), "W_DTYPE": named if weights.format is Format.PLAIN else tl.uint8, "DTYPE": named,
-    }  # fmt: skip
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
-    if weights.format is Format.FP8_PER_BLOCK and (BLOCK % size.columns or BLOCK % size.inner):
-        raise ValueError(
-            f"tiles have {size.columns} columns and {size.inner} inner elements; with scales per block, both numbers "
-            f"must divide {BLOCK}"
-        )
+def _sizes(size: Tiles) -> dict[str, int]:
     return {"BM": size.rows, "BN": size.columns, "BK": size.inner, "GROUP": GROUP, **run_options(size)}
 
 

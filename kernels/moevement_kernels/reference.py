@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from moevement_kernels.activations import Activation, activate, derivative
-from moevement_kernels.weights import E5M2, Weights
+from moevement_kernels.weights import Weights
 
 
 class Forward(NamedTuple):
@@ -74,7 +74,7 @@ def forward(
 
 
 def input_gradient(
-    dy: torch.Tensor | E5M2,
+    dy: torch.Tensor,
     h: torch.Tensor,
     p: torch.Tensor,
     counts: Sequence[int],
@@ -98,10 +98,9 @@ def input_gradient(
         active: True for each active expert; None if all are frozen.
     """
     splits = list(counts)
-    dense = dy.dense() if isinstance(dy, E5M2) else dy.float()
     parts = []
-    for expert, (dy_, h_, p_) in enumerate(zip(dense.split(splits), h.split(splits), p.split(splits), strict=True)):
-        dp, dh = through_activation(dy_ @ w2.dense(expert), h_, p_, kind)
+    for expert, (dy_, h_, p_) in enumerate(zip(dy.split(splits), h.split(splits), p.split(splits), strict=True)):
+        dp, dh = through_activation(dy_.float() @ w2.dense(expert), h_, p_, kind)
         is_active = active is not None and active[expert]
         kept = _scaled(h_, p_, kind) if is_active else h_.new_empty(0, w2.columns)
         parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh, kept))

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+ALIGNMENT = 16
+"""Number of bytes of which the addresses of weights and gradients are multiples."""
 TABLES = 2048
 """Largest number of cached tables in each of two caches: tables of row tiles, and tables of addresses and offsets.
 
@@ -104,25 +106,24 @@ def counts_of_active(counts: Sequence[int], active: Sequence[bool] | None) -> li
     return [count if is_active else 0 for count, is_active in zip(counts, active, strict=True)]
 
 
-def addresses(
-    what: str, tensors: Sequence[torch.Tensor | None], device: torch.device, multiple: int = 16
-) -> torch.Tensor:
+def addresses(what: str, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """Return the address of each expert's tensor as int64 on ``device``; 0 for None.
+
+    Loads of the kernels rely on addresses that are multiples of ``ALIGNMENT`` bytes.
 
     Args:
         what: name of the tensors in the message of an error.
         tensors: a tensor or None for each expert.
         device: device on which kernels read the addresses.
-        multiple: alignment of the tensors in bytes, on which loads of the kernels rely.
 
     Raises:
         ValueError: a tensor is not aligned.
     """
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     for expert, pointer in enumerate(pointers):
-        if pointer % multiple:
+        if pointer % ALIGNMENT:
             raise ValueError(
-                f"{what} of expert {expert} is at {pointer:#x}; the address must be a multiple of {multiple} bytes"
+                f"{what} of expert {expert} is at {pointer:#x}; the address must be a multiple of {ALIGNMENT} bytes"
             )
     return _numbers(pointers, device, _stream(device))
 

@@ -17,11 +17,6 @@ GELU = tl.constexpr(2)
 RELU = tl.constexpr(3)
 SQUARED_RELU = tl.constexpr(4)
 
-PLAIN = tl.constexpr(0)
-FP8_PER_TENSOR = tl.constexpr(1)
-FP8_PER_BLOCK = tl.constexpr(2)
-BLOCK = tl.constexpr(128)
-
 UNALIGNED = ("p", "tile_expert", "tile_begin", "tile_end", "offsets", "active_offsets")
 """Arguments whose alignment Triton ignores. Kernels read single numbers from them, so alignment would not help."""
 
@@ -67,12 +62,6 @@ def _at(addresses, expert, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _scale_at(addresses, expert):
-    """Return the address of an expert's scales, which is a multiple of 4 bytes."""
-    return tl.load(addresses + expert).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
 def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
     """Return the row tile and the column tile of this program.
 
@@ -96,32 +85,19 @@ def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN:
 
 
 @triton.jit
-def _weight_tile(
-    w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Return a tile of a ``[rows, columns]`` weight, and the factor by which a product with the tile is multiplied.
+def _weight_tile(w, row, column, rows, columns, STRIDE):
+    """Return a tile of a ``[rows, columns]`` weight.
 
-    ``row`` and ``column`` are the indices of the tile's elements, shaped to broadcast. FP8 values are exact in the
-    tokens' dtype.
+    ``row`` and ``column`` are the indices of the tile's elements, shaped to broadcast.
     """
     inside = (row < rows) & (column < columns)
-    tile = tl.load(w + row.to(tl.int64) * STRIDE + column, mask=inside, other=0)
-    if FORMAT == PLAIN:
-        return tile, 1.0
-    else:
-        values = tile.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        if FORMAT == FP8_PER_TENSOR:
-            return values, 1.0
-        else:
-            # Tile sizes divide the block size, so the tile is inside one block.
-            block = (tl.min(tl.min(row, 0), 0) // BLOCK) * scale_stride + tl.min(tl.min(column, 0), 0) // BLOCK
-            return values, tl.load(scales + block)
+    return tl.load(w + row.to(tl.int64) * STRIDE + column, mask=inside, other=0)
 
 
 @triton.jit(do_not_specialize=("tiles",), do_not_specialize_on_alignment=UNALIGNED)
 def up_kernel(
-    x, p, w1_at, scale_at, h, a, tile_expert, tile_begin, tile_end, tiles, H, F, scale_stride,
-    KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+    x, p, w1_at, h, a, tile_expert, tile_begin, tile_end, tiles, H, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute ``h = x W1^T`` and ``a = act(h) p``; ``reference.py`` explains the letters.
@@ -130,33 +106,18 @@ def up_kernel(
     """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
-    w1 = _at(w1_at, expert, W_DTYPE)
-    scales = _scale_at(scale_at, expert)
+    w1 = _at(w1_at, expert, DTYPE)
     G = 2 * F if GATED else F
     gate = tl.zeros((BM, BN), dtype=tl.float32)
     linear = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, H, BK):
         inner = k + tl.arange(0, BK)
         x_tile = tl.load(x + rows[:, None] * H + inner[None, :], mask=here[:, None] & (inner < H)[None, :], other=0)
-        w_tile, scale = _weight_tile(
-            w1, scales, columns[None, :], inner[:, None], F, H, H, scale_stride, FORMAT, DTYPE
-        )  # fmt: skip
-        if FORMAT == FP8_PER_BLOCK:
-            gate += _dot(x_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
-        else:
-            gate = _dot(x_tile, w_tile, gate)
+        w_tile = _weight_tile(w1, columns[None, :], inner[:, None], F, H, H)
+        gate = _dot(x_tile, w_tile, gate)
         if GATED:
-            w_tile, scale = _weight_tile(
-                w1, scales, (F + columns)[None, :], inner[:, None], G, H, H, scale_stride, FORMAT, DTYPE
-            )  # fmt: skip
-            if FORMAT == FP8_PER_BLOCK:
-                linear += _dot(x_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
-            else:
-                linear = _dot(x_tile, w_tile, linear)
-    if FORMAT == FP8_PER_TENSOR:
-        scale = tl.load(scales)
-        gate *= scale
-        linear *= scale
+            w_tile = _weight_tile(w1, (F + columns)[None, :], inner[:, None], G, H, H)
+            linear = _dot(x_tile, w_tile, linear)
     inside = here[:, None] & (columns < F)[None, :]
     h_tile = h + rows[:, None] * G + columns[None, :]
     gate = narrow(gate, DTYPE)
@@ -172,8 +133,8 @@ def up_kernel(
 
 @triton.jit(do_not_specialize=("tiles",), do_not_specialize_on_alignment=UNALIGNED)
 def product_kernel(
-    left, w_at, scale_at, out, tile_expert, tile_begin, tile_end, tiles, K, N, stride, scale_stride,
-    TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+    left, w_at, out, tile_expert, tile_begin, tile_end, tiles, K, N, stride,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute ``left W`` for weights ``[K, N]``, or ``left W^T`` for weights ``[N, K]``.
@@ -182,26 +143,16 @@ def product_kernel(
     """
     tile, column = _place(tiles, N, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
-    w = _at(w_at, expert, W_DTYPE)
-    scales = _scale_at(scale_at, expert)
+    w = _at(w_at, expert, DTYPE)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
         inner = k + tl.arange(0, BK)
         l_tile = tl.load(left + rows[:, None] * K + inner[None, :], mask=here[:, None] & (inner < K)[None, :], other=0)
         if TRANSPOSED:
-            w_tile, scale = _weight_tile(
-                w, scales, columns[None, :], inner[:, None], N, K, stride, scale_stride, FORMAT, DTYPE
-            )  # fmt: skip
+            w_tile = _weight_tile(w, columns[None, :], inner[:, None], N, K, stride)
         else:
-            w_tile, scale = _weight_tile(
-                w, scales, inner[:, None], columns[None, :], K, N, stride, scale_stride, FORMAT, DTYPE
-            )  # fmt: skip
-        if FORMAT == FP8_PER_BLOCK:
-            total += _dot(l_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
-        else:
-            total = _dot(l_tile, w_tile, total)
-    if FORMAT == FP8_PER_TENSOR:
-        total *= tl.load(scales)
+            w_tile = _weight_tile(w, inner[:, None], columns[None, :], K, N, stride)
+        total = _dot(l_tile, w_tile, total)
     inside = here[:, None] & (columns < N)[None, :]
     tl.store(out + rows[:, None] * N + columns[None, :], narrow(total, DTYPE), mask=inside)
 
@@ -240,10 +191,9 @@ def _through_activation(
 
 @triton.jit(do_not_specialize=("tiles", "tokens"), do_not_specialize_on_alignment=UNALIGNED)
 def hidden_gradient_kernel(
-    dy, dy_scale, h, p, w2_at, scale_at, dh, a, dp_parts, tile_expert, tile_begin, tile_end, offsets, active_offsets,
-    tiles, tokens, H, F, scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, DY_IS_E5M2: tl.constexpr,
-    FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr,
+    dy, h, p, w2_at, dh, a, dp_parts, tile_expert, tile_begin, tile_end, offsets, active_offsets,
+    tiles, tokens, H, F, KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute ``da = dy W2`` in registers; from ``da`` compute ``dh``, ``a``, and this tile's part of the sum ``dp``.
 
@@ -254,25 +204,13 @@ def hidden_gradient_kernel(
     """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
-    w2 = _at(w2_at, expert, W_DTYPE)
-    scales = _scale_at(scale_at, expert)
+    w2 = _at(w2_at, expert, DTYPE)
     da = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, H, BK):
         inner = k + tl.arange(0, BK)
         dy_tile = tl.load(dy + rows[:, None] * H + inner[None, :], mask=here[:, None] & (inner < H)[None, :], other=0)
-        if DY_IS_E5M2:
-            dy_tile = dy_tile.to(tl.float8e5, bitcast=True).to(DTYPE)
-        w_tile, scale = _weight_tile(
-            w2, scales, inner[:, None], columns[None, :], H, F, F, scale_stride, FORMAT, DTYPE
-        )  # fmt: skip
-        if FORMAT == FP8_PER_BLOCK:
-            da += _dot(dy_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
-        else:
-            da = _dot(dy_tile, w_tile, da)
-    if FORMAT == FP8_PER_TENSOR:
-        da *= tl.load(scales)
-    if DY_IS_E5M2:
-        da *= tl.load(dy_scale)
+        w_tile = _weight_tile(w2, inner[:, None], columns[None, :], H, F, F)
+        da = _dot(dy_tile, w_tile, da)
     p_rows = tl.load(p + rows, mask=here, other=0).to(tl.float32)
     a_begin = tl.load(active_offsets + expert)
     is_active = tl.load(active_offsets + expert + 1) > a_begin

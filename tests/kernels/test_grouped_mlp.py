@@ -11,7 +11,7 @@ from moevement_kernels.activations import Activation, activate
 from moevement_kernels.op import _forward, grouped_mlp, saved_bytes
 from moevement_kernels.reference import InputGradient
 from moevement_kernels.tiles import Tiles, row_tiles
-from moevement_kernels.weights import E5M2, Weights
+from moevement_kernels.weights import Weights
 from triton import language as tl
 
 from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close, first_names
@@ -190,43 +190,6 @@ def test_an_expert_frozen_by_half_is_refused() -> None:
         grouped_mlp(problem.x, problem.p, [3], [problem.w1[0].requires_grad_()], problem.w2, problem.kind)
 
 
-def fp8(problem: Problem, is_by_block: bool) -> tuple[Weights, Weights]:
-    def stored(weights: list[torch.Tensor]) -> Weights:
-        data, scales = [], []
-        for number, weight in enumerate(weights):
-            rows, columns = (-(-size // 128) for size in weight.shape)
-            # Rows of scales may be padded, as Transformer Engine does.
-            scale = torch.full((rows, columns + 2), 0.25 + number / 8) if is_by_block else torch.tensor([0.5])
-            if is_by_block:
-                scale[-1, columns - 1] *= 2
-            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if is_by_block else scale
-            wide = wide[: weight.shape[0], : weight.shape[1]] if is_by_block else wide
-            data.append((weight.float() / wide).to(torch.float8_e4m3fn).view(torch.uint8))
-            scales.append(scale)
-        return Weights(data, scales)
-
-    return stored(problem.w1), stored(problem.w2)
-
-
-@pytest.mark.parametrize("is_by_block", [False, True])
-def test_fp8_weights_are_read_as_they_lie(is_by_block: bool) -> None:
-    problem = Problem(Activation.SWIGLU, [5, 0, 18], torch.bfloat16)
-    problem.hidden = 144
-    if is_by_block:
-        problem.inner = 128
-    problem.__post_init__()
-    weights = fp8(problem, is_by_block)
-    forward = reference.forward(problem.x, problem.p, problem.counts, *weights, problem.kind)
-    actual = launch.forward(problem.x, problem.p, problem.counts, *weights, problem.kind, WIDE)
-    close(actual.h, forward.h)
-    for dy in (problem.dy, E5M2(problem.dy.float().to(torch.float8_e5m2).view(torch.uint8), torch.tensor([0.5]))):
-        args = (dy, forward.h, problem.p, problem.counts, *weights, problem.kind)
-        for output, expected in zip(
-            launch.input_gradient(*args, tiles=WIDE), reference.input_gradient(*args), strict=True
-        ):
-            close(output, expected)
-
-
 def test_rows_are_indexed_in_64_bits() -> None:
     """Compute only the last rows of tensors of more than 2^31 elements; untouched memory is never allocated."""
     width, tokens = 16, 2**27 + 8
@@ -238,8 +201,8 @@ def test_rows_are_indexed_in_64_bits() -> None:
     last = row_tiles(counts, 16, left.device)
     addresses = torch.tensor([0, weight.data_ptr()])
     triton_kernels.product_kernel[(1,)](
-        left, addresses, addresses, out, last.expert[-1:], last.begin[-1:], last.end[-1:], 1, width, width, width, 0,
-        TRANSPOSED=False, FORMAT=0, W_DTYPE=tl.float32, DTYPE=tl.float32, BM=16, BN=16, BK=16, GROUP=8,
+        left, addresses, out, last.expert[-1:], last.begin[-1:], last.end[-1:], 1, width, width, width,
+        TRANSPOSED=False, DTYPE=tl.float32, BM=16, BN=16, BK=16, GROUP=8,
     )  # fmt: skip
     assert left.numel() > 2**31
     torch.testing.assert_close(out[-5:], left[-5:] @ weight)
@@ -291,7 +254,3 @@ def test_weights_that_do_not_fit_each_other_are_refused() -> None:
         Weights([torch.ones(2, 2), torch.ones(2, 3)])
     with pytest.raises(ValueError, match=r"\bexpert 0\b.*\bcontiguous\b"):
         Weights([torch.ones(2, 3).T])
-    with pytest.raises(ValueError, match=r"\btorch\.uint8\b.*\bFP8\b"):
-        Weights([torch.ones(2, 2, dtype=torch.uint8)])
-    with pytest.raises(ValueError, match=r"\b96\b.*\b128\b"):
-        launch._sizes(Tiles(columns=96), Weights([torch.zeros(9, 9, dtype=torch.uint8)], [torch.ones(1, 2)]))

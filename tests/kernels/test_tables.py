@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from moevement_kernels import tiles
@@ -94,4 +93,3 @@ def test_a_table_is_what_was_asked(copied: list[list[int]]) -> None:
     assert tiles.addresses("weight", [weight, None], cpu).tolist() == [weight.data_ptr(), 0]
     with pytest.raises(ValueError, match=rf"\bexpert 1\b.*{weight.data_ptr() + 4:#x}.*\b16\b"):
         tiles.addresses("gradient", [weight, weight.view(-1)[1:]], cpu)
-    assert np.array_equal(tiles.addresses("inverse scale", [weight.view(-1)[1:]], cpu, 4), [weight.data_ptr() + 4])

@@ -16,7 +16,7 @@ import torch
 
 from moevement_kernels.cuda.locked import locked
 from moevement_kernels.tiles import RowTiles, Tiles, row_tiles
-from moevement_kernels.weights import Format, Weights
+from moevement_kernels.weights import Weights
 
 NAME = "moevement_grouped_product"
 SOURCES = Path(__file__).parent
@@ -46,7 +46,6 @@ def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> b
     return (
         left.is_cuda
         and left.dtype == torch.bfloat16
-        and weights.format is Format.PLAIN
         and size.rows == ROWS
         and left.shape[1] % 8 == 0
         and weights.columns % 8 == 0
