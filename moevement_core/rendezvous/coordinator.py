@@ -21,7 +21,7 @@ from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
-from moevement_core.rendezvous.group_keys import GroupKeys
+from moevement_core.rendezvous.generation_keys import GenerationKeys
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
 from moevement_core.rendezvous.resizing import Grid
@@ -34,6 +34,7 @@ from moevement_core.rendezvous.roster import (
     JOB_NAME,
     NEWEST,
     ROSTER,
+    SHARD,
     START,
     STOP,
     UNUSABLE_DEVICE,
@@ -42,6 +43,7 @@ from moevement_core.rendezvous.roster import (
     NoticedBy,
     Roster,
     UnusableDevice,
+    digest_of,
 )
 from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 from moevement_core.rendezvous.takeover import split_blocks, take_over
@@ -149,7 +151,7 @@ class Coordinator:
         self._split: set[int] = set()
         """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
         self._adopts = Backoff(clock)
-        self._group_keys = GroupKeys(store)
+        self._generation_keys = GenerationKeys(store)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
 
@@ -277,7 +279,7 @@ class Coordinator:
         elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):
             self._interrupted()
         elif self.state is State.RUNNING:
-            self._group_keys.delete_some()
+            self._generation_keys.delete_some()
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
@@ -462,9 +464,9 @@ class Coordinator:
         return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
 
     def _report_split(self) -> None:
-        for first, last in self.roster.split[:MOST_REPORTED]:
-            nodes = ", ".join(self.roster.nodes_of(first, last))
-            self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {nodes}")
+        for (first, last), nodes in zip(self.roster.split[:MOST_REPORTED], self.roster.split_nodes, strict=False):
+            where = ", ".join(nodes)
+            self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {where}")
         if more := self.roster.split[MOST_REPORTED:]:
             self._report(f"{len(more)} more groups of ranks that communicate in every layer are now on several nodes")
         self._split = split_blocks(self.roster.nodes, self._block)
@@ -613,10 +615,13 @@ class Coordinator:
         nodes = {rank: info.node for rank, info in members.items()}
         devices = assign_devices(members, kept, self._broken)
         self._learn_blocks(nodes)
-        now = time.time()
+        now, split = time.time(), self._blocks_split(nodes)
+        identities = {rank: identity(info, devices[rank]) for rank, info in members.items()}
         self.roster = Roster(
             generation=self.roster.generation + 1,
             ranks=dict(sorted(ranks.items())),
+            world=len(ranks),
+            placement=digest_of(nodes, identities),
             deaths=tuple(self.losses.new),
             earlier=tuple(self.losses.unrecovered),
             reasons=tuple(self._entered.reasons),
@@ -627,14 +632,17 @@ class Coordinator:
             spares=spares,
             starting=sum(self._respawns.starting().values()),
             nodes=nodes,
-            split=self._blocks_split(nodes),
+            split=split,
+            split_nodes=tuple(tuple(sorted({nodes[rank] for rank in range(a, b + 1)})) for a, b in split),
             devices=devices,
-            identities={rank: identity(info, devices[rank]) for rank, info in members.items()},
         )
         generation = self.roster.generation
-        # Nobody reads older keys, because new members begin with the newest generation.
+        # Nobody reads older keys, because members skip generations that are over.
         self._store.forget(f"generation/{generation - 2}/")
-        self._store.set(ROSTER.format(generation), self.roster.encode())
+        head, shards = self.roster.divided()
+        for number, shard in shards.items():
+            self._store.set(SHARD.format(generation, number), shard.encode())
+        self._store.set(ROSTER.format(generation), head.encode())
         self._store.set(NEWEST, str(generation))
         self._proposed_at = self._clock()
         self.state = State.PROPOSED
@@ -649,7 +657,7 @@ class Coordinator:
             self._report_split()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING
-            self._group_keys.trains(generation)
+            self._generation_keys.trains(generation)
         elif self._clock() - self._proposed_at > self._acknowledge_s:
             key = ACKNOWLEDGED.format(generation)
             for member in [number for number in members if not self._store.check([f"{key}/{number}"])]:

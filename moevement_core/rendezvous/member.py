@@ -18,13 +18,16 @@ from moevement_core.rendezvous.roster import (
     JOINED,
     LEFT,
     MEMBER,
+    MEMBERS_IN_SHARD,
     NEWEST,
     ROSTER,
+    SHARD,
     START,
     STOP,
     UNUSABLE_DEVICE,
     MemberInfo,
     Roster,
+    Shard,
     UnusableDevice,
 )
 from moevement_core.rendezvous.signed_store import SignedStore
@@ -39,10 +42,11 @@ class Member:
     Args:
         store: store of the job.
         info: information about this process that the coordinator needs.
+        reads_all: True if this member needs the entries of all ranks in a roster, as members of elastic jobs do.
     """
 
-    def __init__(self, store: SignedStore, info: MemberInfo) -> None:
-        self._store, self._info = store, info
+    def __init__(self, store: SignedStore, info: MemberInfo, *, reads_all: bool = False) -> None:
+        self._store, self._info, self._reads_all = store, info, reads_all
         self._generation = -1
 
     @property
@@ -76,22 +80,45 @@ class Member:
             JobStopped: the job has ended, or goes on without this member.
         """
         while True:
-            roster = Roster.decode(self._wait_for(ROSTER.format(self._generation + 1)))
-            self._generation = roster.generation
+            roster = self._next_roster()
             rank = roster.rank_of(self._info.member)
             if rank is None:
                 continue
             check(roster, rank)
             self._write(ACKNOWLEDGED, "")
-            if self._wait_for(START.format(self._generation)) == b"go":
+            if self._wait_for(START.format(self._generation), self._is_over) == b"go":
                 return roster, rank
 
-    def _wait_for(self, key: str) -> bytes:
+    def _next_roster(self) -> Roster:
+        """Return the first roster after this member's generation that the job has not left behind."""
+        while True:
+            text = self._wait_for(ROSTER.format(self._generation + 1), self._is_over)
+            self._store.forget(f"generation/{self._generation}/")
+            self._generation += 1
+            if text is None:
+                continue
+            head, own = Roster.decode(text), self._info.member // MEMBERS_IN_SHARD
+            numbers = head.shards if self._reads_all else tuple(number for number in head.shards if number == own)
+            texts = [self._wait_for(SHARD.format(self._generation, number), self._is_over) for number in numbers]
+            if None not in texts:
+                return head.joined(Shard.decode(shard) for shard in texts if shard is not None)
+
+    def _is_over(self) -> bool:
+        """Return True if the coordinator may have deleted the values of the generation that this member waits for.
+
+        It deletes them when a generation trains whose number is larger by 2 or more.
+        """
+        return int(self._store.read(NEWEST) or b"-1") > self._generation + 1
+
+    def _wait_for(self, key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
+        """Wait for a value, and return it; return None if ``is_over()`` and there is no value."""
         while True:
             try:
                 self._store.wait([key], POLL)
             except dist.DistStoreError:
                 self._raise_if_stopped()
+                if is_over():
+                    return self._store.read(key)
                 self._store.keep_written()
                 time.sleep(sys.getswitchinterval())
                 continue
@@ -134,7 +161,7 @@ class Member:
         Raises:
             JobStopped: the job was stopped before its end.
         """
-        if reason := self._wait_for(STOP).decode():
+        if reason := (self._wait_for(STOP) or b"").decode():
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:

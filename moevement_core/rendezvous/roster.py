@@ -10,11 +10,12 @@ new value. So the coordinator reads the value at once. Such a key is called a *b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
+import xxhash
 
 from moevement_core.errors import ExchangeError
 
@@ -33,7 +34,15 @@ CARDS = "members/card/"
 MEMBER = CARDS + "{}/{}"
 """Key of a member's :class:`MemberInfo`; the two placeholders are the member's number and its authentication tag."""
 ROSTER = "generation/{}/roster"
-"""Key of a generation's :class:`Roster`, which is a proposal until :data:`START` is ``go``."""
+"""Key of a generation's :class:`Roster`, without its entries by rank; a proposal until :data:`START` is ``go``."""
+SHARD = "generation/{}/roster/{}"
+"""Key of the :class:`Shard` of a roster that has the entries of some members; the placeholders are the generation and
+the shard's number."""
+MEMBERS_IN_SHARD = 64
+"""Number of consecutive member numbers whose entries are in one shard.
+
+Each member reads one shard. So N members read O(N) bytes in all, and the coordinator writes N / 64 values.
+"""
 ACKNOWLEDGED = "generation/{}/acknowledged"
 """Key that a member changes to signal that it has acknowledged the roster; its value under ``/MEMBER`` is empty."""
 START = "generation/{}/start"
@@ -154,8 +163,34 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Entries of a roster for the members of one shard, by rank; see :class:`Roster`."""
+
+    ranks: Mapping[int, int]
+    nodes: Mapping[int, str]
+    devices: Mapping[int, int]
+
+    def encode(self) -> str:
+        """Return this object as text for the job's store."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def decode(text: str | bytes) -> Shard:
+        """Decode a value that :meth:`encode` has returned.
+
+        Raises:
+            ExchangeError: the value is not an encoded :class:`Shard`.
+        """
+        return _decoded(text, Shard)
+
+
+@dataclass(frozen=True)
 class Roster:
-    """Roster of a generation: the member for each rank, and the failures since the previous generation."""
+    """Roster of a generation: the member for each rank, and the failures since the previous generation.
+
+    The coordinator's roster has entries for all ranks. A member's roster has the entries of its shard only; in elastic
+    jobs, it has all entries.
+    """
 
     generation: int
     ranks: Mapping[int, int]
@@ -183,22 +218,45 @@ class Roster:
     """Node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
     """Number of each rank's device, as the rank's process counts its devices."""
-    identities: Mapping[int, str] = field(default_factory=dict)
-    """Identity of each rank's device; empty for a rank without one."""
-
     split: tuple[tuple[int, int], ...] = ()
     """First and last rank of each block (ranks that communicate in every layer) that spans nodes in this roster.
 
     Blocks are left out if the coordinator has already reported them to the user.
     """
-
-    def nodes_of(self, first: int, last: int) -> tuple[str, ...]:
-        """Return the nodes of ranks ``first`` to ``last``, sorted and without duplicates."""
-        return tuple(sorted({self.nodes[rank] for rank in range(first, last + 1)}))
+    split_nodes: tuple[tuple[str, ...], ...] = ()
+    """Nodes of each block in :attr:`split`, sorted and without duplicates."""
+    world: int = 0
+    """Number of ranks of the job."""
+    shards: tuple[int, ...] = ()
+    """Numbers of the shards that have entries, in ascending order."""
+    placement: str = ""
+    """Digest of the node and the device of every rank (:func:`digest_of`)."""
 
     def rank_of(self, member: int) -> int | None:
         """Return the rank of a member; None if it has none."""
         return next((rank for rank, holder in self.ranks.items() if holder == member), None)
+
+    def divided(self) -> tuple[Roster, dict[int, Shard]]:
+        """Return this roster without its entries by rank, and the entries by number of the shard."""
+        shards: dict[int, Shard] = {}
+        for rank, member in self.ranks.items():
+            shard = shards.setdefault(member // MEMBERS_IN_SHARD, Shard({}, {}, {}))
+            for entries, own in ((shard.ranks, self.ranks), (shard.nodes, self.nodes), (shard.devices, self.devices)):
+                if rank in own:
+                    entries[rank] = own[rank]  # type: ignore[index]
+        head = replace(self, ranks={}, nodes={}, devices={}, shards=tuple(sorted(shards)))
+        return head, shards
+
+    def joined(self, shards: Iterable[Shard]) -> Roster:
+        """Return this roster with the entries of ``shards``."""
+        ranks: dict[int, int] = {}
+        nodes: dict[int, str] = {}
+        devices: dict[int, int] = {}
+        for shard in shards:
+            ranks.update(shard.ranks)
+            nodes.update(shard.nodes)
+            devices.update(shard.devices)
+        return replace(self, ranks=ranks, nodes=nodes, devices=devices)
 
     def encode(self) -> str:
         """Return this object as text for the job's store."""
@@ -212,6 +270,18 @@ class Roster:
             ExchangeError: the value is not an encoded :class:`Roster`.
         """
         return _decoded(text, Roster)
+
+
+def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
+    """Return the digest of a placement, which says on which node and device each rank runs.
+
+    Args:
+        nodes: node of each rank.
+        devices: identity of each rank's device. A device number is not enough, because each process
+            numbers its own devices.
+    """
+    places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
+    return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
 
 
 def _decoded[T](text: str | bytes, kind: type[T]) -> T:

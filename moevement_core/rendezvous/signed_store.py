@@ -202,10 +202,16 @@ class SignedStore:
             if (value := self.read(key)) is not None:
                 self._adopted[key] = self._sign(key, value)
 
+    def delete(self, key: str) -> None:
+        """Delete a value that no process needs any more."""
+        for values in (self._written, self._adopted, self._refused, self._bells):
+            values.pop(key, None)
+        self._store.delete_key(key)
+
     def forget(self, prefix: str) -> None:
         """Stop restoring values whose keys begin with ``prefix``, because no process needs these values any more."""
         values: dict[str, Any]
-        for values in (self._written, self._adopted, self._refused):
+        for values in (self._written, self._adopted, self._refused, self._bells):
             for key in [key for key in values if key.startswith(prefix)]:
                 del values[key]
 

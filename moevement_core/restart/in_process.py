@@ -186,7 +186,7 @@ class _Restarts:
         self._store = connect(address)
         self._endpoints = endpoints(address)
         self._info = _introduction(training.watching.devices)
-        self._member = Member(self._store, self._info)
+        self._member = Member(self._store, self._info, reads_all=training.grid is not None)
         self._health: DeviceHealth | None = None
         """Health of the device of this rank; None on CPUs, and for a spare."""
         self._reason = ""
@@ -212,7 +212,7 @@ class _Restarts:
             try:
                 roster, rank = self._member.wait_for_rank(self._check_device)
                 now = enter_generation(roster, rank)
-                self._training.take_rank(rank, len(roster.ranks), roster.devices.get(rank))
+                self._training.take_rank(rank, roster.world, roster.devices.get(rank))
                 ended = self._enter(now)
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
@@ -285,7 +285,7 @@ class _Restarts:
         """
         watching = self._training.watching
         injection.begin(watching.faults, lambda: self._training.iteration)
-        world = len(now.roster.ranks)
+        world = now.roster.world
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason, self._suspects = "", ()
         groups_store, group_connections = connect_breakable(self._address)

@@ -90,8 +90,7 @@ def report_failure(
             session.saving.reports.log(line)
     session.saving.reports.event(account)
     if roster.split:
-        nodes = tuple(roster.nodes_of(*block) for block in roster.split)
-        session.saving.reports.event(GroupsSplit(roster.split, nodes))
+        session.saving.reports.event(GroupsSplit(roster.split, roster.split_nodes))
 
 
 def _effective(iterations: int, iteration_s: float, now: float, first_committed_at: float | None) -> float | None:

@@ -11,9 +11,7 @@ If a rank loads state and executes no iteration again, its bits are equal in all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import xxhash
+from collections.abc import Sequence
 
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.recovery.plan import RecoveryPlan, Report
@@ -30,19 +28,7 @@ def placement() -> str:
     now = generation()
     if now is None or not sums_follow_places():
         return ""
-    return digest_of(now.roster.nodes, now.roster.identities)
-
-
-def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
-    """Return the digest of a placement, which says on which node and device each rank runs.
-
-    Args:
-        nodes: node of each rank.
-        devices: identity of each rank's device. A device number is not enough, because each process
-            numbers its own devices.
-    """
-    places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
-    return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
+    return now.roster.placement
 
 
 class PlacementHistory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,8 @@ class Checks:
         self.resumed_at = 0
         self.has_parity = any(flag.startswith("parity") for flag in scenario.flags)
         self._roster: Any = None
+        self._ranks: dict[int, Mapping[int, int]] = {}
+        """Member of each rank, by generation. Rosters of members have only some of the ranks."""
         self._nodes: dict[int, str] = {}
         """Node of each rank in the newest roster."""
 
@@ -63,6 +65,7 @@ class Checks:
         roster = self.job.coordinator.roster
         if roster is not self._roster:
             self._roster = roster
+            self._ranks[roster.generation] = roster.ranks
             if len(set(roster.ranks.values())) < len(roster.ranks):
                 raise Violation(f"one member has two ranks: {dict(roster.ranks)}")
             if roster.ranks and sorted(roster.ranks) != list(range(self.job.scenario.shape.ranks)):
@@ -137,7 +140,7 @@ class Checks:
         known = copies.get(header.iteration)
         if known is None or known.schedule != header.schedule:
             known = copies[header.iteration] = Copied(header.schedule, snapshot.contents)
-        known.by.add(self.job.members[process.generation.roster.ranks[peer]])
+        known.by.add(self.job.members[self._ranks[process.generation.roster.generation][peer]])
         known.is_persisted |= peers <= snapshot.acknowledged
 
     def forgets(self, process: Any) -> None:
@@ -167,7 +170,7 @@ class Checks:
 
     def _alive(self, process: Any) -> list[Any]:
         """Return the living processes of the generation that ``process`` is in."""
-        members = process.generation.roster.ranks.values()
+        members = self._ranks[process.generation.roster.generation].values()
         return [self.job.members[member] for member in members if self.job.members[member].is_alive]
 
     # After a failure

@@ -94,7 +94,7 @@ def one_rank_for_two() -> list[Patch]:
 
     def rank_of(self: Roster, member: int) -> int | None:
         rank_of_member = {holder: rank for rank, holder in self.ranks.items()}
-        return rank_of_member.get(member, max(self.ranks) if self.generation > 0 else None)
+        return rank_of_member.get(member, self.world - 1 if self.generation > 0 else None)
 
     return [(Roster, "rank_of", rank_of)]
 
@@ -109,8 +109,8 @@ def enters_without_the_others() -> list[Patch]:
     """Let a member use a roster that not all members have acknowledged."""
     wait_for = Member._wait_for
 
-    def wrong(self: Member, key: str) -> bytes:
-        return b"go" if key.endswith("/start") else wait_for(self, key)
+    def wrong(self: Member, key: str, *arguments: Any) -> bytes | None:
+        return b"go" if key.endswith("/start") else wait_for(self, key, *arguments)
 
     return [(Member, "_wait_for", wrong)]
 

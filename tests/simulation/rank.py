@@ -141,7 +141,7 @@ class RankProcess(Process):
     def _enter_generation(self, roster: Any, rank: int) -> None:
         self.generation = generations._generation = enter_generation(roster, rank)
         self.generation.guard = Guard(self)  # type: ignore[assignment]
-        self.rank, self.world_size = rank, len(roster.ranks)
+        self.rank, self.world_size = rank, roster.world
         self.environment.update(RANK=str(rank), WORLD_SIZE=str(self.world_size))
         self.exchanged.clear()
         self.connections.clear()

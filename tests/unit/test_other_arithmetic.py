@@ -15,13 +15,13 @@ from moevement_core.rebuild import verdict
 from moevement_core.rebuild.verdict import Part
 from moevement_core.recovery.check import relative_difference
 from moevement_core.recovery.plan import RecoveryPlan, Report
+from moevement_core.rendezvous.roster import digest_of
 from moevement_core.run.outcome import Recovery
 from moevement_core.storage.manifest import Manifest
 from moevement_core.trainer import equal_bits
 from moevement_core.trainer.equal_bits import (
     PlacementHistory,
     arithmetic_of_all,
-    digest_of,
     why_replay_may_differ,
     why_window_may_differ,
 )

@@ -17,7 +17,7 @@ from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.devices import CHECK_S
-from moevement_core.rendezvous.group_keys import MOST_DELETED
+from moevement_core.rendezvous.generation_keys import MOST_DELETED
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, LEASES_TO_LEAVE_DEVICES, RESET_GRACE_S
 from moevement_core.rendezvous.respawns import WAIT_S
@@ -25,8 +25,9 @@ from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     BLOCKS,
     GROUPS,
+    INTERRUPTED,
     JOINED,
-    ROSTER,
+    MEMBERS_IN_SHARD,
     STOP,
     Death,
     MemberInfo,
@@ -121,8 +122,10 @@ def test_a_roster_knows_when_the_job_first_committed(store: Any) -> None:
     assert job.coordinator.roster.first_committed_at == before
 
 
-def test_keys_of_process_groups_are_deleted_two_generations_later(store: Any) -> None:
+def test_keys_of_generations_are_deleted_two_generations_later(store: Any) -> None:
     job = Job(store, 3, 8)
+    late = Member(another(store), MemberInfo(7, 1007, "host", "node3"))
+    late._generation = -1
     foreign = ["other/groups/generation/0/groups/key", "generation/x/groups/key"]
     for key in foreign:
         store.base.set(key, "")
@@ -132,24 +135,48 @@ def test_keys_of_process_groups_are_deleted_two_generations_later(store: Any) ->
         prefix = GROUPS.format(generation) + "/"
         return {key for key in store.of_groups.list_keys() if key.startswith(prefix)}
 
+    def values(generation: int) -> list[str]:
+        return [key for key in store.keys(f"generation/{generation}/") if not key.endswith("interrupted")]
+
     for generation in range(4):
         assert job.coordinator.roster.generation == generation
+        store.set(INTERRUPTED.format(generation), "0:TERMINATED")
         groups = dist.PrefixStore(GROUPS.format(generation), another(store).of_groups)
         for rank in range(MOST_DELETED):
             for name in ("rank/{}", "default_pg/0//cpu//0/{}"):
                 groups.set(name.format(rank), "address")
         for _ in range(4):
             job.coordinator.step()
-        assert [bool(keys(number)) for number in range(generation + 1)] == [
-            number >= generation - 1 for number in range(generation + 1)
-        ]
+        expected = [number >= generation - 1 for number in range(generation + 1)]
+        assert [bool(keys(number)) for number in range(generation + 1)] == expected
+        assert [bool(values(number)) for number in range(generation + 1)] == expected
         job.passes(0.2, job.coordinator.roster.ranks.values(), committed=generation + 1)
         lost = job.coordinator.roster.ranks[0]
         job.coordinator.died(lost, 1000 + lost, KILLED)
         job.leave(*(number for number in job.coordinator.roster.ranks.values() if number != lost))
     assert [bool(store.base.check([key])) for key in foreign] == [True, True]
     assert store.of_groups.check(["generation/later"])
-    assert store.read(ROSTER.format(0)) is not None, "signed values stay"
+    assert store.read(INTERRUPTED.format(0)) is not None, "a process that was stopped may still ask for it"
+    assert late._next_roster().generation >= 2, "a spare that reads late skips the generations that are over"
+
+
+def test_a_member_reads_the_entries_of_its_shard(store: Any) -> None:
+    last = 2 * MEMBERS_IN_SHARD + 1
+    job = Job(store, 3, 3)
+    job.join(last)
+    job.passes(0.2, [0, 1, 2], committed=1)
+    job.coordinator.died(2, 1002, KILLED)
+    job.leave(0, 1)
+    job.settle()
+    own = Member(another(store), MemberInfo(last, 1000, "host", "node"))
+    everything = Member(another(store), MemberInfo(0, 1000, "host", "node"), reads_all=True)
+    without = Member(another(store), MemberInfo(MEMBERS_IN_SHARD, 1000, "host", "node"))
+    for member in (own, everything, without):
+        member._generation = 0
+    rosters = [member._next_roster() for member in (own, everything, without)]
+    assert [(roster.world, roster.ranks) for roster in rosters] == [(3, {2: last}), (3, {0: 0, 1: 1, 2: last}), (3, {})]
+    assert [roster.rank_of(last) for roster in rosters] == [2, 2, None]
+    assert {roster.placement for roster in rosters} == {job.coordinator.roster.placement}
 
 
 def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None:
