@@ -229,13 +229,15 @@ def is_scenario(path: Path) -> bool:
     return isinstance(_read(path).get("job"), Mapping)
 
 
-def load(path: Path, ranks: int | None = None) -> Scenario:
+def load(path: Path, ranks: int | None = None, *, grows_batch: bool = False) -> Scenario:
     """Read a scenario from a file.
 
     Args:
         path: path of the file.
         ranks: number of ranks, which replaces the number in the file; None to keep that number. Only the data-parallel
             size changes.
+        grows_batch: True if the global batch size of the file grows or shrinks with the data-parallel size, so that
+            each rank keeps its number of micro-batches.
 
     Raises:
         ConfigError: the file is not a valid scenario; the message names the file and the field.
@@ -243,7 +245,10 @@ def load(path: Path, ranks: int | None = None) -> Scenario:
     fields = dict(_read(path))
     try:
         if ranks is not None:
-            fields["parallel"] = {**_section(fields, "parallel"), "ranks": ranks}
+            layout, model = _section(fields, "parallel"), _section(fields, "job")
+            fields["parallel"] = {**layout, "ranks": ranks}
+            if grows_batch:
+                fields["job"] = {**model, "global_batch_size": model["global_batch_size"] * ranks // layout["ranks"]}
         return _scenario(path, fields)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
