@@ -17,7 +17,7 @@ import pytest
 
 DATA = os.environ.get("MOEVEMENT_DATA")
 QUICK = ("table3", "table6", "moetion", "redo")
-SLOW = ("table7", "moc", "windows")
+SLOW = ("table7", "moc", "windows", "field")
 WITH_DATA = {
     "benchmarks.papers.figures": "--trace {data}/traces/gcp.csv",
     "benchmarks.papers.popularity": "{data}/routing/expert_loads_24layers_32experts.npz",
