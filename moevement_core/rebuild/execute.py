@@ -15,6 +15,7 @@ from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.feeders import start_feeders
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.rebuild.reexecution import Recapture, Reexecution
+from moevement_core.rebuild.replica_digests import compact
 from moevement_core.rebuild.verdict import Part, agree
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Source
@@ -85,7 +86,7 @@ def execute(
         lost,
         differences=check.differences,
         differ_as_loaded=check.differ_as_loaded,
-        replicas=parts.binding.replicas(),
+        replicas=compact(parts.binding.replicas()),
     )
     return agree(part, prepared.other_arithmetic, prepared.other_data), outcome
 

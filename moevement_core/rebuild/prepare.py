@@ -119,7 +119,9 @@ def prepare(
     began = time.perf_counter()
     of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
     while True:
-        reports, plans = _reports_and_plans(report, sources, until, scope, lost_ranks, unavailable, may_redo=may_redo)
+        reports, plans = _reports_and_plans(
+            report, sources, until=until, scope=scope, lost_ranks=lost_ranks, unavailable=unavailable, may_redo=may_redo
+        )
         flips.at_plans(report.rank, plans, sources)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
-from moevement_core.rebuild.replica_digests import unequal_replicas
+from moevement_core.rebuild.replica_digests import ReplicaDigest, compact, unequal_replicas
 from moevement_core.recovery.check import StateCheck
 from moevement_core.topology.parts import Parts
-from moevement_core.trainer.binding import Replicas
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class _Compared:
     in_part: bool
     whole: bool
     differences: list[str]
-    replicas: list[Replicas]
+    replicas: list[ReplicaDigest]
 
 
 def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> SurvivorChecks:
@@ -72,7 +71,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
         if is_kept
         else _Compared(kept=False, in_part=False, whole=False, differences=[], replicas=[])
     )
-    replicas = [] if replicas_are_known else parts.binding.replicas()
+    replicas = [] if replicas_are_known else compact(parts.binding.replicas())
     per_rank: list[_Compared] = all_gather_objects(
         _Compared(
             kept=compared.kept,

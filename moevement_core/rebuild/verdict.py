@@ -11,10 +11,9 @@ from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
-from moevement_core.rebuild.replica_digests import unequal_replicas
+from moevement_core.rebuild.replica_digests import ReplicaDigest, unequal_replicas
 from moevement_core.run.outcome import Recovery
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.trainer.binding import Replicas
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Part:
     """Differences from the lost state."""
     differ_as_loaded: bool
     """True if one of the differences is in state that was loaded and not updated afterwards."""
-    replicas: list[Replicas]
+    replicas: list[ReplicaDigest]
     """Digests of state that must be equal on several ranks, survivors included."""
 
 

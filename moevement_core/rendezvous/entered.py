@@ -11,6 +11,9 @@ from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.roster import FINISHED, LEAVING, LEFT
 from moevement_core.rendezvous.signed_store import SignedStore
 
+FEW = 64
+"""Number of members up to which the coordinator asks the store for the value of each. For more, it lists the keys."""
+
 
 class Entered:
     """Account of the newest generation that has entered training: its members, and which of them have left or finished.
@@ -67,9 +70,14 @@ class Entered:
         # Each value is read once. Reads of all values whenever a member writes one would be N^2 reads, and an
         # unauthenticated process may overwrite a value after the first read.
         known = self._values.setdefault(name, {})
+        keys = {f"{name}/{member}": member for member in members if member not in known}
         with look:
-            missing = {member: self._store.read(f"{name}/{member}") for member in members if member not in known}
-        new = {member: value for member, value in missing.items() if value is not None}
+            if len(keys) > FEW:  # Single reads would take a request to the store for each.
+                written = [key for key in self._store.keys(f"{name}/") if key in keys]
+                values = self._store.read_many(written)
+            else:
+                values = {key: value for key in keys if (value := self._store.read(key)) is not None}
+        new = {keys[key]: value for key, value in values.items()}
         known |= new
         return {member: known[member] for member in members if member in known} if new else None
 

@@ -28,6 +28,8 @@ GREETING_S = 10.0
 MOST_UNKNOWN = 64
 """Largest number of accepted connections whose callers have not yet proved that they have the job's token. Later
 callers wait in the listener's queue."""
+MOST_LATE = 0.05
+"""Longest time for which a call of :meth:`LeaseServer.poll` goes on after its timeout, as a share of the lease time."""
 SHORT_GREETING_S = 1.0
 """Value that replaces :data:`GREETING_S` while :data:`MOST_UNKNOWN` callers have not sent their proof yet.
 
@@ -94,19 +96,24 @@ class LeaseServer:
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
         """Accept connections, read messages of supervisors, and answer each of them, until the timeout is over.
 
+        The call takes longer if messages are waiting. Otherwise the messages of thousands of supervisors would wait for
+        ever more calls, and leases would run out.
+
         Args:
-            timeout_s: seconds that the call takes.
+            timeout_s: seconds that the call takes if no message is waiting at its end.
             answer: fields for every answer, which tell supervisors the generation, progress and end of the job.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._read(self._connections[key.fileobj], answer)  # type: ignore[index]
             self._bound_unknown()
-            if time.monotonic() >= deadline:
+            late_s = time.monotonic() - deadline
+            if late_s >= 0 and (not ready or late_s > self._holder.lease_s * MOST_LATE):
                 return
 
     def _bound_unknown(self) -> None:

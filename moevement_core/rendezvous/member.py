@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
+from moevement_core.rendezvous.backoff import question_pause_s
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     FINISHED,
@@ -20,6 +21,7 @@ from moevement_core.rendezvous.roster import (
     MEMBER,
     MEMBERS_IN_SHARD,
     NEWEST,
+    RANKS,
     ROSTER,
     SHARD,
     START,
@@ -32,8 +34,11 @@ from moevement_core.rendezvous.roster import (
 )
 from moevement_core.rendezvous.signed_store import SignedStore
 
-POLL = timedelta(seconds=1)
-"""Longest single wait for a value in the store. After it, the member checks if the job has ended or excluded it."""
+POLL_S = 1.0
+"""Longest single wait for a value in the store, in seconds, in small jobs (:func:`question_pause_s`).
+
+After it, the member checks if the job has ended or excluded it.
+"""
 
 
 class Member:
@@ -48,6 +53,7 @@ class Member:
     def __init__(self, store: SignedStore, info: MemberInfo, *, reads_all: bool = False) -> None:
         self._store, self._info, self._reads_all = store, info, reads_all
         self._generation = -1
+        self._poll = timedelta(seconds=POLL_S)
 
     @property
     def number(self) -> int:
@@ -59,6 +65,8 @@ class Member:
         # Read the newest generation before the coordinator knows of this member. Otherwise the member could miss the
         # first roster that includes it.
         self._generation = int(self._store.get(NEWEST))
+        ranks = int(self._store.read(RANKS) or b"0")
+        self._poll = timedelta(seconds=question_pause_s(ranks, POLL_S))
         number = str(self._info.member)
         self._store.set(MEMBER.format(number, self._store.tag(number)), self._info.encode())
         self._store.ring(JOINED)
@@ -114,7 +122,7 @@ class Member:
         """Wait for a value, and return it; return None if ``is_over()`` and there is no value."""
         while True:
             try:
-                self._store.wait([key], POLL)
+                self._store.wait([key], self._poll)
             except dist.DistStoreError:
                 self._raise_if_stopped()
                 if is_over():

@@ -60,12 +60,13 @@ class Membership:
         with self._look:
             named = (key.removeprefix(CARDS).split("/") for key in self._store.keys(CARDS))
             numbers = {int(name[0]) for name in named if len(name) == 2 and name[1] == self._store.tag(name[0])}
-            for member in sorted(numbers - self.alive.keys() - self.dead):
-                if (card := self._store.read(MEMBER.format(member, self._store.tag(str(member))))) is not None:
-                    self.alive[member] = info = MemberInfo.decode(card)
-                    new.append(info)
-                    self.joined_at = self._clock()
-                    self._renewed.setdefault(member, self._clock())
+            unknown = sorted(numbers - self.alive.keys() - self.dead)
+            keys = {MEMBER.format(member, self._store.tag(str(member))): member for member in unknown}
+            for key, card in self._store.read_many(list(keys)).items():
+                self.alive[keys[key]] = info = MemberInfo.decode(card)
+                new.append(info)
+                self.joined_at = self._clock()
+                self._renewed.setdefault(keys[key], self._clock())
         return new
 
     def renew(self, member: int) -> None:

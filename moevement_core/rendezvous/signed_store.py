@@ -14,6 +14,7 @@ import hmac
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +37,10 @@ The process that holds the store then reads the claimed value, and restores it i
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
 MOST_KEPT = 200
-"""Largest number of values of other processes that one call of :meth:`SignedStore.keep_written` checks. With more
-values, several calls check them in turn."""
+"""Largest number of values that one call of :meth:`SignedStore.keep_written` checks. With more values, several calls
+check them in turn."""
+MOST_AT_ONCE = 500
+"""Largest number of keys that one request of :meth:`SignedStore.read_many` asks for."""
 MOST_ADOPTED = 100
 """Largest number of keys that one call of :meth:`SignedStore.adopt` reads, so that the call takes little time."""
 _LOOK_S = 0.05
@@ -63,7 +66,7 @@ class SignedStore:
         self._adopted: dict[str, str] = {}
         """Signed values that other processes wrote, and that this process restores, too, by key."""
         self._to_check: list[str] = []
-        """Keys of :attr:`_adopted` that the next calls of :meth:`keep_written` check."""
+        """Keys that the next calls of :meth:`keep_written` check."""
         self._bells: dict[str, bytes] = {}
         """Value of each signal key (*bell*) at the last call of :meth:`has_rung`, by key."""
         self._refused: dict[str, bytes] = {}
@@ -90,6 +93,30 @@ class SignedStore:
     def read(self, key: str) -> bytes | None:
         """Return the value of a key; None if there is no value with a valid MAC. The method never waits."""
         return self._verified(key, self._raw(key))
+
+    def read_many(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of keys that have one with a valid MAC, by key.
+
+        The method takes one request to the store for :data:`MOST_AT_ONCE` keys. It is for keys that exist: if another
+        process has just deleted one, the method waits for a second, and then reads each key by itself.
+        """
+        values: dict[str, bytes] = {}
+        for first in range(0, len(keys), MOST_AT_ONCE):
+            some = list(keys[first : first + MOST_AT_ONCE])
+            for key, raw in zip(some, self._raw_of_many(some), strict=True):
+                if (value := self._verified(key, raw)) is not None:
+                    values[key] = value
+        return values
+
+    def _raw_of_many(self, keys: list[str]) -> list[bytes]:
+        usual = self._store.timeout  # type: ignore[attr-defined]
+        self._store.set_timeout(POLL)
+        try:
+            return [bytes(raw) for raw in self._store.multi_get(keys)]
+        except dist.DistStoreError:
+            return [self._raw(key) for key in keys]
+        finally:
+            self._store.set_timeout(usual)
 
     def check(self, keys: list[str]) -> bool:
         """Return True if all keys have a value with a valid MAC."""
@@ -171,16 +198,17 @@ class SignedStore:
     def keep_written(self) -> None:
         """Restore the values of this process that a process without the job's token has changed or deleted.
 
-        Processes call this often; the method checks the values once in :data:`KEEP_S` seconds. Of the values that this
-        process has taken over from others, it checks at most :data:`MOST_KEPT` at a time: each check is a request to
-        the store, and the coordinator takes over a value of every task.
+        Processes call this often; the method checks values once in :data:`KEEP_S` seconds, and at most
+        :data:`MOST_KEPT` at a time: each check is a request to the store, and the coordinator takes over a value of
+        every task.
         """
         if time.monotonic() - self._kept_at < KEEP_S:
             return
-        self._to_check = self._to_check or list(self._adopted)
-        adopted, self._to_check = self._to_check[:MOST_KEPT], self._to_check[MOST_KEPT:]
-        kept = {**self._written, **{key: self._adopted[key] for key in adopted if key in self._adopted}}
-        for key, signed in kept.items():
+        self._to_check = self._to_check or [*self._written, *self._adopted]
+        keys, self._to_check = self._to_check[:MOST_KEPT], self._to_check[MOST_KEPT:]
+        for key in keys:
+            if (signed := self._written.get(key) or self._adopted.get(key)) is None:
+                continue  # forgotten meanwhile
             if (raw := self._raw(key)) != signed.encode():
                 if raw != _ABSENT.encode():
                     self._reject(key, raw)

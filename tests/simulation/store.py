@@ -26,6 +26,9 @@ class Store:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self.values for key in keys)
 
@@ -71,6 +74,14 @@ class Prefixed:
         assert isinstance(self._base, StoreClient), "who holds the store waits for nothing in it"
         self._base.wait([self._prefix + key for key in keys], timeout)
 
+    timeout = timedelta(seconds=600)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._base.multi_get([self._prefix + key for key in keys])
+
     def list_keys(self) -> list[str]:
         return [key.removeprefix(self._prefix) for key in self._base.list_keys() if key.startswith(self._prefix)]
 
@@ -104,6 +115,9 @@ class StoreClient:
         store = self._ask()
         store.changed.until(lambda: key in store.values)
         return store.get(key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask().multi_get(keys)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask().check(keys)

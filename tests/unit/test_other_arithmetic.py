@@ -12,6 +12,7 @@ import torch
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild import verdict
+from moevement_core.rebuild.replica_digests import compact
 from moevement_core.rebuild.verdict import Part
 from moevement_core.recovery.check import relative_difference
 from moevement_core.recovery.plan import RecoveryPlan, Report
@@ -50,7 +51,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, parts: list[Part], window: str = "") 
         ([PART, replace(PART, differences=DIFFERS)], "", AT_RANK_1),
         ([PART, replace(PART, differences=DIFFERS, differ_as_loaded=True)], "elsewhere", AT_RANK_1),
         (
-            [replace(PART, replicas=[("", (0, 1), "x")]), replace(PART, replicas=[("", (0, 1), "y")])], "elsewhere",
+            [replace(PART, replicas=compact([("", (0, 1), digest)])) for digest in "xy"], "elsewhere",
             r"\branks 0, 1\b",
         ),
     ],

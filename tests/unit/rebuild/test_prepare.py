@@ -84,7 +84,9 @@ def test_ranks_report_snapshots_of_other_stages_only_if_all_stages_roll_back(
     report = Report(1, 1, (), logged=(2,), outcomes=(2,))
 
     def plan() -> tuple[RecoveryPlan, ...]:
-        return module._reports_and_plans(report, {Source.PEER: Held()}, 2, scope, {0}, (), may_redo=True)[1]
+        return module._reports_and_plans(
+            report, {Source.PEER: Held()}, until=2, scope=scope, lost_ranks={0}, unavailable=(), may_redo=True
+        )[1]
 
     if has_copy:
         assert [list(chosen.runs) for chosen in plan()] == [[0]]
