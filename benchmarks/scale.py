@@ -1,0 +1,274 @@
+"""Benchmark of the control of a job with thousands of ranks. It writes scale.md.
+
+    python -m benchmarks.scale --members 64 256 1024 4096 [--json FILE]        (10 minutes)
+
+The coordinator is the real process (``moevement coordinate``), and members exchange real messages with it over loopback.
+They train nothing, and few processes hold them all (``scale_members.py``). Functions that plan over all ranks run alone,
+up to 16,384 ranks (``scale_planners.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from benchmarks.scale_members import ON_NODE, Members, Share, Supervisors, serve
+from benchmarks.scale_planners import PLANNERS
+from moevement_core.comms.token import TOKEN_ENV, Token
+
+OUTPUT = Path(__file__).with_suffix(".md")
+PROCESSES = 2
+SPARES = ON_NODE
+RECOVERIES = 3
+STEADY_S = 10.0
+MOST_S = 180.0
+"""Longest time in seconds that the benchmark waits for all members."""
+LOOK_S = 0.02
+PLANNED = (1024, 4096, 16_384)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a job with one number of ranks."""
+
+    ranks: int
+    start_s: float
+    """Seconds from the start of the first member to the entry of the last one into the first generation."""
+    steady_cores: float
+    """Processor time of the coordinator and its store over time, while nothing happens."""
+    herd_s: float
+    """Seconds from the loss of all connections of supervisors until the coordinator has answered each of them."""
+    recovery_s: float
+    """Seconds from the report of a death until the last member has entered the next generation, median."""
+    recovery_bytes: int
+    """Bytes over loopback in a recovery, median; each is counted once."""
+    files: int
+    memory_bytes: int
+    """Open files, and resident memory, of the coordinator and its store; the largest."""
+
+
+def main() -> None:
+    """Measure each number of ranks and the planners, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N", help="ranks")
+    parser.add_argument("--lease-seconds", type=float, default=10.0, metavar="S", help="lease time (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, and no page")
+    arguments = parser.parse_args()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # Otherwise torch logs each wait for an interruption that ends.
+    figures = []
+    for ranks in arguments.members:
+        figures.append(measure(ranks, arguments.lease_seconds))
+        print(figures[-1], file=sys.stderr, flush=True)
+    planners = {name: [_seconds(prepared, ranks) for ranks in PLANNED] for name, prepared in PLANNERS.items()}
+    if arguments.json is not None:
+        arguments.json.write_text(
+            json.dumps({"jobs": [asdict(job) for job in figures], "planners": planners}, indent=1)
+        )
+    else:
+        OUTPUT.write_text(report(figures, planners), encoding="utf-8")
+
+
+def measure(ranks: int, lease_s: float) -> Figures:
+    """Return the figures of a job with ``ranks`` ranks and one spare node."""
+    token = Token.new()
+    with tempfile.TemporaryDirectory() as folder, _coordinator(ranks, token, Path(folder)) as (process, address):
+        began = time.monotonic()
+        with _job(Share(address, token.text, 0, ranks + SPARES, lease_s)) as job:
+            start_s = job.wait_for_entry(0, ranks) - began
+            job.wait_until_heard()
+            job.wait_for_training(0, ranks)
+            cpu_s, since = _cpu_s(process), time.monotonic()
+            time.sleep(STEADY_S)
+            steady = (_cpu_s(process) - cpu_s) / (time.monotonic() - since)
+            disconnected_at = job.disconnect()
+            herd_s = job.wait_until_heard() - disconnected_at
+            recoveries = [_recovery(job, ranks, number) for number in range(1, RECOVERIES + 1)]
+            return Figures(
+                ranks=ranks,
+                start_s=start_s,
+                steady_cores=steady,
+                herd_s=herd_s,
+                recovery_s=statistics.median(seconds for seconds, _ in recoveries),
+                recovery_bytes=int(statistics.median(nbytes for _, nbytes in recoveries)),
+                files=process.num_fds(),
+                memory_bytes=process.memory_info().rss,
+            )
+
+
+class _Job:
+    """Processes with the supervisors and the members of a job.
+
+    Args:
+        supervisors: connection to the process with all supervisors.
+        members: connection to each process with members.
+        nodes: number of nodes.
+    """
+
+    def __init__(self, supervisors: Any, members: Sequence[Any], nodes: int) -> None:
+        self._supervisors, self._members, self._nodes = supervisors, members, nodes
+
+    def kill(self, member: int) -> float:
+        """End a member, and report its death; return the monotonic time in seconds."""
+        self._call(self._members, "kill", member)
+        return float(self._call([self._supervisors], "kill", member)[0])
+
+    def disconnect(self) -> float:
+        """Break the connections of all supervisors; return the monotonic time in seconds."""
+        return float(self._call([self._supervisors], "disconnect")[0])
+
+    def wait_until_heard(self) -> float:
+        """Wait until the coordinator has answered all supervisors; return the monotonic time in seconds."""
+        self._wait(lambda: self._call([self._supervisors], "state")[0] == self._nodes)
+        return time.monotonic()
+
+    def wait_for_entry(self, generation: int, ranks: int) -> float:
+        """Wait until all ranks have entered a generation; return the monotonic time in seconds of the last entry."""
+        self._wait(lambda: sum(state[1] for state in self._call(self._members, "state", generation)) == ranks)
+        return float(max(state[2] for state in self._call(self._members, "state", generation)))
+
+    def wait_for_training(self, generation: int, ranks: int) -> None:
+        """Wait until all ranks of a generation have all their clients of the store."""
+        self._wait(lambda: sum(state[3] for state in self._call(self._members, "state", generation)) == ranks)
+
+    def _call(self, connections: Sequence[Any], name: str, *arguments: Any) -> list[Any]:
+        for connection in connections:
+            connection.send((name, *arguments))
+        return [connection.recv() for connection in connections]
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + MOST_S
+        while not holds():
+            if time.monotonic() > deadline:
+                states = self._call(self._members, "state", 0), self._call([self._supervisors], "state")
+                raise TimeoutError(f"members or supervisors were not ready within {MOST_S:g} s: {states}")
+            time.sleep(LOOK_S)
+
+
+def _recovery(job: _Job, ranks: int, generation: int) -> tuple[float, int]:
+    """Kill a member, and return seconds and bytes until the next generation has all its ranks."""
+    before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    killed_at = job.kill(generation)
+    entered_at = job.wait_for_entry(generation, ranks)
+    nbytes = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before
+    job.wait_for_training(generation, ranks)
+    return entered_at - killed_at, nbytes
+
+
+@contextmanager
+def _coordinator(ranks: int, token: Token, folder: Path) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
+    """Run the coordinator of a job, and yield its process and the address of the job's store."""
+    words = ["coordinate", "--ranks", str(ranks), "--run-dir", str(folder / "run")]
+    output = folder / "coordinator.log"
+    with output.open("w") as file, subprocess.Popen(
+        [sys.executable, "-m", "moevement_cli.main", *words], env={**os.environ, TOKEN_ENV: token.text}, stdout=file,
+        stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            while (address := re.search(r"MOEVEMENT_STORE=([\d.]+):(\d+)", output.read_text())) is None:
+                if process.poll() is not None:
+                    raise RuntimeError(f"the coordinator has ended before it had a store: {output.read_text()}")
+                time.sleep(LOOK_S)
+            yield psutil.Process(process.pid), (address[1], int(address[2]))
+        except TimeoutError:
+            print(output.read_text()[-2000:], file=sys.stderr)
+            raise
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _job(everything: Share) -> Iterator[_Job]:
+    """Start the processes with supervisors and members, and end them after the ``with`` block."""
+    context = multiprocessing.get_context("spawn")
+    count = everything.last
+    each = -(-count // PROCESSES)
+    shares = [replace(everything, first=first, last=min(first + each, count)) for first in range(0, count, each)]
+    processes, connections = [], []
+    for kind, share in [(Supervisors, everything), *((Members, share) for share in shares)]:
+        here, there = context.Pipe()
+        processes.append(context.Process(target=serve, args=(kind, share, there), daemon=True))
+        processes[-1].start()
+        connections.append(here)
+    try:
+        yield _Job(connections[0], connections[1:], -(-count // ON_NODE))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _seconds(prepared: Callable[[int], Callable[[], object]], ranks: int) -> float:
+    work, seconds = prepared(ranks), []
+    for _ in range(3):
+        began = time.process_time()
+        work()
+        seconds.append(time.process_time() - began)
+    return min(seconds)
+
+
+def report(figures: Sequence[Figures], planners: dict[str, list[float]]) -> str:
+    """Return the text of the page."""
+    header = [
+        "ranks", "start, s", "steady load, cores", "herd, s", "recovery, s", "MB in a recovery", "open files", "memory, MB",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{job.ranks:,}", f"{job.start_s:.1f}", f"{job.steady_cores:.2f}", f"{job.herd_s:.1f}",
+            f"{job.recovery_s:.2f}", f"{job.recovery_bytes / 1e6:.1f}", f"{job.files:,}", f"{job.memory_bytes / 1e6:.0f}",
+        ]
+        for job in figures
+    ]  # fmt: skip
+    planned = [[name, *(f"{1000 * value:.1f}" for value in seconds)] for name, seconds in planners.items()]
+    return f"""# The control of a job with thousands of ranks
+
+    python -m benchmarks.scale --members {" ".join(str(job.ranks) for job in figures)}        (writes this file)
+
+This page is for people who want to know at what size the coordinator becomes the limit. The coordinator is the real process, and
+members are real clients of it over loopback, on the same two cores. They train nothing.
+
+- *start*: from the start of the first member until the last has entered the first generation. {PROCESSES} processes hold all members, and
+  their start is included.
+- *steady load*: processor time of the coordinator and the job's store while all supervisors renew leases and all ranks ask for
+  interruptions.
+- *herd*: all supervisors ({ON_NODE} ranks each) lose their connections at once; time until the coordinator has answered each of them.
+- *recovery*: from the report that a rank was killed until all ranks have acknowledged the next roster and entered it, median of
+  {RECOVERIES}. The members' work runs on the same two cores; on a cluster each node has its own. Each rank then makes two new clients of
+  the store, which is not included. *MB in a recovery*: bytes over loopback in this time.
+- *open files*, *memory*: of the coordinator, at the end.
+
+{table(header, rows)}
+
+## Functions that plan over all ranks
+
+Milliseconds of processor time of one call, the best of three.
+
+{table(["function", *(f"{ranks:,} ranks" for ranks in PLANNED)], planned)}
+
+{measured_on("torch")}
+"""
+
+
+if __name__ == "__main__":
+    main()

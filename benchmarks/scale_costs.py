@@ -1,0 +1,306 @@
+"""Costs of the control of a job, computed from the product's own encodings. It writes docs/scale.md.
+
+    python -m benchmarks.scale_costs
+
+Each cost is a function of the number of ranks. A test fails if one of them grows faster than its class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.common import table
+from benchmarks.scale_members import ON_NODE
+from benchmarks.scale_planners import (
+    EXPERTS_ON_RANK,
+    REPLICAS,
+    STAGES,
+    WINDOW,
+    contents_of_slot,
+    nodes_of,
+    stage_of,
+    table_of,
+)
+from moevement_core.comms.codec import Plain
+from moevement_core.comms.connections import Address
+from moevement_core.comms.exchange import _encoded
+from moevement_core.comms.tree import _HEADER, _PART, FAN_OUT, neighbours
+from moevement_core.recovery.agree import RankStatus
+from moevement_core.recovery.holdings import Holding, Source
+from moevement_core.recovery.plan import Report
+from moevement_core.rendezvous.backoff import question_pause_s
+from moevement_core.rendezvous.lease_client import BEATS
+from moevement_core.rendezvous.roster import Death, Roster
+from moevement_core.saving.stage_policy import _Summary
+from moevement_core.snapshot.agreement import HORIZON
+from moevement_core.topology.host_budget import Allowed, AtPeer, Needs
+from moevement_core.topology.topology import _Rank
+from moevement_core.trainer.binding import Place
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "scale.md"
+SHOWN = (1024, 4096, 16_384)
+LEASE_S = 10.0
+MAC_CHARACTERS = 64
+STORE_CLIENTS = 3
+"""Clients of the job's store in a rank: of its main thread, of its monitoring thread, and of torch's groups."""
+LAYERS_OF_STAGE = 4
+EXPERTS = 124
+"""Experts of a layer."""
+
+
+class Growth(StrEnum):
+    """Class of growth of a cost with the number of ranks N."""
+
+    CONSTANT = "1"
+    LOG = "log N"
+    STAGE = "N / PP"
+    LINEAR = "N"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of the control of a job: bytes or a number, as a function of the number of ranks."""
+
+    when: str
+    text: str
+    growth: Growth
+    of: Callable[[int], float]
+    where: str
+    """Function that has the cost."""
+    is_bytes: bool = True
+
+
+def _size(value: Any) -> int:
+    return len(_encoded(value))
+
+
+def _from_all(values: Sequence[int], count: int) -> int:
+    """Return the bytes that a rank receives in a gather, if ``count`` ranks send values of these sizes in turn."""
+    mean = sum(values) / len(values)
+    return round(_HEADER.size + count * (_PART.size + mean))
+
+
+def _address() -> Address:
+    return Address("10.10.10.10", 54321, bytes(16))
+
+
+def _place(rank: int, ranks: int) -> Place:
+    in_stage = ranks // STAGES
+    pipeline = tuple(rank % in_stage + stage * in_stage for stage in range(STAGES))
+    return Place(stage_of(rank, ranks), rank % in_stage, rank % ON_NODE, pipeline)
+
+
+def _entry(rank: int, ranks: int) -> int:
+    peers = tuple((rank + ON_NODE * (1 + copy)) % ranks for copy in range(REPLICAS))
+    place = _place(rank, ranks)
+    return _size(_Rank(place, nodes_of(ranks)[rank], EXPERTS_ON_RANK, peers, peers, bytes(16), _address()))
+
+
+def _some(ranks: int) -> list[int]:
+    return [ranks * step // 8 for step in range(8)]
+
+
+def _topology(ranks: int) -> float:
+    return _from_all([_entry(rank, ranks) for rank in _some(ranks)], ranks)
+
+
+def _operators(ranks: int) -> float:
+    return _from_all([_size(table_of(rank)) for rank in range(8)], ranks // STAGES)
+
+
+def _links(ranks: int) -> float:
+    parent, children = neighbours(1, ranks)
+    of_tree = 2 * (len(children) + (parent is not None))
+    return 3 * of_tree + 2 * 2 * REPLICAS
+
+
+def _hops(ranks: int) -> float:
+    steps, place = 0, ranks - 1
+    while place:
+        place, steps = (place - 1) // FAN_OUT, steps + 1
+    return 2 * steps
+
+
+def _agreement(_: int) -> float:
+    return (FAN_OUT + 1) * (_HEADER.size + HORIZON + 2)
+
+
+def _beats(ranks: int) -> float:
+    alive = {str(member): 100_000 for member in range(ON_NODE)}
+    message = {
+        "beat": 1000, "supervisor": "node100", "members": list(range(ON_NODE)), "alive": alive, "lease_s": LEASE_S,
+        "started_by": "node100/1",
+    }  # fmt: skip
+    return (len(json.dumps(message)) + MAC_CHARACTERS + 1) * BEATS / LEASE_S * ranks / ON_NODE
+
+
+def _questions(ranks: int) -> float:
+    return ranks / question_pause_s(ranks, 0.5)
+
+
+def _counts(_: int) -> float:
+    return (FAN_OUT + 1) * (_HEADER.size + 8 * WINDOW * LAYERS_OF_STAGE * EXPERTS)
+
+
+def _needs(ranks: int) -> float:
+    at_peer = AtPeer(10**9, (10**8,) * WINDOW, 2 * WINDOW, 10**6)
+    needs = [Needs(10**9, 10**9, at_peer, 10**8, Allowed(6e10, "60% of 512 GB for 8 ranks"))]
+    return _from_all([_size(needs)], ranks)
+
+
+def _roster(ranks: int) -> Roster:
+    nodes = nodes_of(ranks)
+    return Roster(
+        3, {rank: rank for rank in range(ranks)}, (Death(1, 1, 1000, "was killed by signal 9", 1.7e9),),
+        nodes=dict(enumerate(nodes)), devices={rank: rank % ON_NODE for rank in range(ranks)}, world=ranks,
+        placement="0" * 16,
+    )  # fmt: skip
+
+
+def _roster_of_member(ranks: int) -> float:
+    head, shards = _roster(ranks).divided()
+    return len(head.encode()) + len(shards[0].encode()) + 2 * MAC_CHARACTERS
+
+
+def _roster_of_all(ranks: int) -> float:
+    head, shards = _roster(ranks).divided()
+    return sum(len(shard.encode()) + MAC_CHARACTERS for shard in shards.values()) + len(head.encode())
+
+
+def _statuses(ranks: int) -> float:
+    return _from_all([_size(RankStatus(1, rank, True, 0, 1000, True)) for rank in _some(ranks)], ranks)
+
+
+def _summaries(ranks: int) -> float:
+    return _from_all([_size(_Summary(stage, 1000, bytes(16))) for stage in range(STAGES)], ranks)
+
+
+def _kept(_: int) -> float:
+    return REPLICAS * _size({iteration: "a" * 16 for iteration in range(1000, 1000 + 2 * WINDOW)})
+
+
+def _report(rank: int, ranks: int, owners: Sequence[tuple[int, Source]]) -> int:
+    holdings = tuple(
+        Holding(owner, iteration, iteration, "a" * 16, contents_of_slot(iteration % WINDOW), source)
+        for owner, source in owners
+        for iteration in range(1000, 1000 + 2 * WINDOW)
+    )
+    iterations = tuple(range(1000, 1000 + 2 * WINDOW))
+    return _size(Report(rank, stage_of(rank, ranks), holdings, iterations, iterations, arithmetic="a" * 200))
+
+
+def _reports(ranks: int) -> float:
+    """Return the bytes that a rank receives: all ranks report, and those of the lost stage or with its copies more."""
+    in_stage = ranks // STAGES
+    with_holdings = _report(0, ranks, [(0, Source.MEMORY), (ON_NODE, Source.PEER), (2 * ON_NODE, Source.PEER)])
+    return _from_all([with_holdings], in_stage) + _from_all([_report(ranks - 1, ranks, [])], ranks - in_stage)
+
+
+def _outcomes(ranks: int) -> float:
+    outcome = {iteration: {"step": {"norm": 1.25, "is_skipped": False}} for iteration in range(2 * WINDOW)}
+    return _from_all([_size(Plain(outcome))], ranks // STAGES) + _from_all([_size(Plain({}))], ranks)
+
+
+def _open_files(ranks: int) -> float:
+    return STORE_CLIENTS * ranks + ranks / ON_NODE
+
+
+COSTS = (
+    Cost("start", "the store holds addresses of ranks", Growth.LINEAR, lambda n: n * _size(_address()), "comms/job_group.py: job_group"),
+    Cost("start, failure", "a rank receives the entries of all ranks", Growth.LINEAR, _topology, "topology/topology.py: connect"),
+    Cost("start, failure", "a rank receives the operators of its stage", Growth.STAGE, _operators, "topology/topology.py: connect"),
+    Cost("start, failure", "open connections of a rank to ranks", Growth.CONSTANT, _links, "comms/tree.py, replication/", is_bytes=False),
+    Cost("always", "steps of a collective, one after the other", Growth.LOG, _hops, "comms/tree.py: TreeGroup", is_bytes=False),
+    Cost("always", "open files of the coordinator and the store", Growth.LINEAR, _open_files, "launching/limits.py", is_bytes=False),
+    Cost("always, a second", "the coordinator receives renewals of leases", Growth.LINEAR, _beats, "rendezvous/lease_client.py: step"),
+    Cost("always, a second", "questions of ranks to the store", Growth.LINEAR, _questions, "restart/guard.py: Guard", is_bytes=False),
+    Cost("iteration", "a rank sends to agree on windows", Growth.CONSTANT, _agreement, "snapshot/agreement.py: propose"),
+    Cost("window", "a rank sends counts of tokens", Growth.CONSTANT, _counts, "saving/windows.py: _observe"),
+    Cost("decision", "a rank receives the memory that all ranks need", Growth.LINEAR, _needs, "saving/windows.py: _needed"),
+    Cost("failure", "the coordinator writes the roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
+    Cost("failure", "a member reads its part of the roster", Growth.LINEAR, _roster_of_member, "rendezvous/member.py: wait_for_rank"),
+    Cost("failure", "a rank receives the statuses of all ranks", Growth.LINEAR, _statuses, "session/rejoin.py: rejoin"),
+    Cost("failure", "a rank receives digests of policies", Growth.LINEAR, _summaries, "saving/stage_policy.py: share_policy"),
+    Cost("failure", "a rank sends to owners which copies it has", Growth.CONSTANT, _kept, "saving/peers.py: ask_peers"),
+    Cost("failure", "a rank receives reports on the lost stage", Growth.LINEAR, _reports, "rebuild/prepare.py: prepare"),
+    Cost("failure", "a rank receives outcomes of steps", Growth.LINEAR, _outcomes, "rebuild/prepare.py: prepare"),
+)  # fmt: skip
+"""Costs of the control of a job. Their growth is the most that the test accepts."""
+
+
+def main() -> None:
+    """Write the page of costs."""
+    OUTPUT.write_text(report(), encoding="utf-8")
+
+
+def _shown(cost: Cost, ranks: int) -> str:
+    value = cost.of(ranks)
+    if not cost.is_bytes:
+        return f"{value:,.0f}"
+    for unit, size in (("MB", 1e6), ("KB", 1e3)):
+        if value >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def report() -> str:
+    """Return the text of the page."""
+    header = ["when", "what", "grows with", *(f"{ranks:,} ranks" for ranks in SHOWN), "where"]
+    rows = [
+        [cost.when, cost.text, cost.growth, *(_shown(cost, ranks) for ranks in SHOWN), f"`{cost.where}`"]
+        for cost in COSTS
+    ]
+    return f"""# Costs by the number of ranks
+
+This page is for people who want to run, or to change, jobs of thousands of ranks. It says what control costs a rank, the coordinator and
+the job's store: what they send, store and open, beside training itself. `python -m benchmarks.scale_costs` writes this page.
+
+## Rules
+
+Code that runs while a job trains or recovers keeps these rules. `tests/unit/test_scale.py` fails if a cost below, or the time of a
+function that computes over all ranks, grows faster than its class.
+
+- In an iteration, a rank sends O(1) messages, in O(log N) steps.
+- In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
+  receives only for a stage.
+- Nothing grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: the values of a generation are deleted two
+  generations later.
+
+## How ranks exchange values
+
+All ranks form a tree (`comms/tree.py`). A rank has at most {FAN_OUT} ranks below it and one above it, each over TCP in both directions. In a
+reduction, a rank combines the values from below with its own, and sends one value up; the root sends the result down. So all ranks have
+the same bits. In a gather, all values go up to the root, and their list goes down. A message has the number and the kind of its collective,
+so ranks that call different collectives get an error. The ranks of a stage have a tree of their own, and so has the agreement of each
+iteration, whose thread waits in the background.
+
+A tree is made anew in each generation. A rank writes its address into the store of torch's default group, and reads the addresses of its
+neighbours. If a rank is lost, the abort shuts down the connections of the others, which ends their waits.
+
+## The costs
+
+Computed from the product's own encodings, for nodes of {ON_NODE} ranks, {STAGES} pipeline stages, {EXPERTS_ON_RANK} operators of each rank, {REPLICAS} copies and windows of
+{WINDOW} snapshots. Values of over 1 KB are compressed before a rank sends them.
+
+{table(header, rows)}
+
+What the coordinator, its store and the planners take in seconds is measured: [benchmarks/scale.md](../benchmarks/scale.md), and with real
+ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
+
+## What is still too much
+
+- The coordinator's store has {STORE_CLIENTS} connections from each rank: {_open_files(16_384):,.0f} open files at 16,384 ranks.
+- Ranks ask the store if their generation is interrupted, up to {_questions(16_384):,.0f} times a second at 16,384 ranks.
+- `torch.distributed` makes its own process groups over the store, and Megatron one for every group of the job
+  ([benchmarks/regroup.md](../benchmarks/regroup.md)).
+- One process coordinates the job. If it dies, the job ends, and restarts from windows on disk.
+"""
+
+
+if __name__ == "__main__":
+    main()
