@@ -89,10 +89,8 @@ def measure(ranks: int, lease_s: float) -> Figures:
     """Return the figures of a job with ``ranks`` ranks and one spare node."""
     token = Token.new()
     with tempfile.TemporaryDirectory() as folder, _coordinator(ranks, token, Path(folder)) as (process, address):
-        began = time.monotonic()
         with _job(Share(address, token.text, 0, ranks + SPARES, lease_s)) as job:
-            start_s = job.wait_for_entry(0, ranks) - began
-            job.wait_until_heard()
+            start_s = job.wait_for_entry(0, ranks) - job.began_at
             job.wait_for_training(0, ranks)
             cpu_s, since = _cpu_s(process), time.monotonic()
             time.sleep(STEADY_S)
@@ -123,6 +121,8 @@ class _Job:
 
     def __init__(self, supervisors: Any, members: Sequence[Any], nodes: int) -> None:
         self._supervisors, self._members, self._nodes = supervisors, members, nodes
+        self.began_at = time.monotonic()
+        """Monotonic time in seconds at which members began to start."""
 
     def kill(self, member: int) -> float:
         """End a member, and report its death; return the monotonic time in seconds."""
@@ -195,19 +195,30 @@ def _coordinator(ranks: int, token: Token, folder: Path) -> Iterator[tuple[psuti
 
 @contextmanager
 def _job(everything: Share) -> Iterator[_Job]:
-    """Start the processes with supervisors and members, and end them after the ``with`` block."""
+    """Start the processes with supervisors and members, and end them after the ``with`` block.
+
+    Supervisors are there first, as in a real job. Otherwise the leases of the first members could run out.
+    """
     context = multiprocessing.get_context("spawn")
     count = everything.last
     each = -(-count // PROCESSES)
     shares = [replace(everything, first=first, last=min(first + each, count)) for first in range(0, count, each)]
-    processes, connections = [], []
-    for kind, share in [(Supervisors, everything), *((Members, share) for share in shares)]:
+    processes: list[Any] = []
+    connections: list[Any] = []
+
+    def start(kind: type[Supervisors] | type[Members], share: Share) -> Any:
         here, there = context.Pipe()
-        processes.append(context.Process(target=serve, args=(kind, share, there), daemon=True))
-        processes[-1].start()
-        connections.append(here)
+        process = context.Process(target=serve, args=(kind, share, there), daemon=True)
+        process.start()
+        processes.append(process)
+        return here
+
     try:
-        yield _Job(connections[0], connections[1:], -(-count // ON_NODE))
+        job = _Job(start(Supervisors, everything), connections, -(-count // ON_NODE))
+        job.wait_until_heard()
+        job.began_at = time.monotonic()
+        connections += [start(Members, share) for share in shares]
+        yield job
     finally:
         for process in processes:
             process.kill()
