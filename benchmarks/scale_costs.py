@@ -268,7 +268,7 @@ function that computes over all ranks, grows faster than its class.
 - In an iteration, a rank sends O(1) messages, in O(log N) steps.
 - In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
   receives only for a stage.
-- Nothing grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: the values of a generation are deleted two
+- No rank has work that grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: a generation's values are deleted two
   generations later.
 
 ## How ranks exchange values
@@ -298,7 +298,9 @@ ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
 - Ranks ask the store if their generation is interrupted, up to {_questions(16_384):,.0f} times a second at 16,384 ranks.
 - `torch.distributed` makes its own process groups over the store, and Megatron one for every group of the job
   ([benchmarks/regroup.md](../benchmarks/regroup.md)).
-- One process coordinates the job. If it dies, the job ends, and restarts from windows on disk.
+- 4,096 members on two cores form a job. But in a recovery, some of them need more than the allowed 30 s to acknowledge the roster, and
+  count as lost: each member talks to the store by itself, some ten times. With 1,024 members a recovery takes a second.
+- One process coordinates the job. If it dies, the job ends; its next start continues from windows on disk, if the job writes them.
 """
 
 
