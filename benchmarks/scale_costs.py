@@ -268,8 +268,8 @@ function that computes over all ranks, grows faster than its class.
 - In an iteration, a rank sends O(1) messages, in O(log N) steps.
 - In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
   receives only for a stage.
-- No rank has work that grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: a generation's values are deleted two
-  generations later.
+- No rank has work that grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: a generation's values are deleted
+  two generations later.
 
 ## How ranks exchange values
 
