@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,13 @@ from moevement_core.restart.connections import Patience, listening, shut_down, s
 from moevement_core.restart.leaving import Leaving
 from moevement_core.util.tcp import connections
 from tests.harness import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def admitted_again() -> Iterator[None]:
+    """Let the process of the test make transports again, as a rank does when it has left its generation."""
+    yield
+    transport.admit()
 
 
 def test_every_wait_ends_but_those_of_the_store() -> None:
@@ -218,3 +226,14 @@ def _abort_in_the_middle_of_a_message() -> None:
 
 def test_a_message_under_way_arrives_before_its_connection_is_shut_down() -> None:
     run_ranks(_abort_in_the_middle_of_a_message, 2)
+
+
+def test_connections_that_are_made_during_an_abort_are_refused_until_the_rank_has_left() -> None:
+    transport.refuse()
+    late = Connections("127.0.0.1")
+    with pytest.raises(RuntimeError):
+        late.open(0, [late.address])
+    transport.admit()
+    next_ones = Connections("127.0.0.1")
+    next_ones.open(0, [next_ones.address])
+    next_ones.close()
