@@ -45,7 +45,7 @@ class Constants:
     not measured by this project: :attr:`connect_s`. Assumed: all others.
     """
 
-    fixed_s: float = 0.9
+    fixed_s: float = 0.3
     """Seconds of a recovery that do not depend on the number of ranks: abort, regroup and entering the loop with four
     ranks. Measured (benchmarks/regroup.md, first row)."""
     exchanges: int = 10
@@ -60,11 +60,11 @@ class Constants:
     """Number of requests of each rank to the coordinator and its store. Assumed; five are reads of addresses."""
     question_s: float = 14e-6
     """Processor seconds of the store for a request. Measured over loopback (docs/commit_point.md)."""
-    group_s: float = 3.79 / 16_384
+    group_s: float = 2.34 / 16_384
     """Seconds in which every rank calls ``new_group``, for each rank of the job.
 
     Measured with 16,384 ranks over groups without connections (benchmarks/regroup.md). The model is a time linear in
-    the number of ranks, because the number of groups is. Rows with 512 to 4,096 ranks differ by 8% at most.
+    the number of ranks, because the number of groups is. Rows with 512 to 4,096 ranks differ by 41% at most.
     """
     connect_s: float = 265 / 96_000
     """Seconds in which the communicators connect, for each rank of the job.
