@@ -77,7 +77,7 @@ class Scope:
     left_out: Collection[int]
     """Iterations that the job never executes (``--iterations-to-skip``), so ranks have no logs of them."""
     owners: Collection[int]
-    """Ranks of :attr:`lost`, and ranks whose snapshots recompute theirs by parity."""
+    """Ranks of all stages that replay with :attr:`lost`, and ranks whose snapshots recompute theirs by parity."""
 
     @property
     def feeding(self) -> set[int]:

@@ -15,6 +15,7 @@ from moevement_core.rebuild.survivors import SurvivorChecks, check_kept
 from moevement_core.recovery import flips
 from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import Report
+from moevement_core.recovery.scope import segments
 from moevement_core.recovery.sources import MemorySource, SnapshotSource
 from moevement_core.run.events import RecoveredFromDisk
 from moevement_core.run.outcome import Recovery
@@ -288,4 +289,6 @@ class Recoverer:
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")
             return None
-        return Scope(parts.topology.pipeline, lost, parts.binding.iterations_left_out(), parts.topology.owners_of(lost))
+        pipeline = parts.topology.pipeline
+        replaying = frozenset().union(*segments(pipeline, lost))  # stages with tied embeddings replay together
+        return Scope(pipeline, lost, parts.binding.iterations_left_out(), parts.topology.owners_of(replaying))

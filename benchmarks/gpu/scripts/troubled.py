@@ -66,7 +66,7 @@ class Troubled(Training):
             with nullcontext() if self.watching.devices else waiting_for_others():
                 ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the GIL, and runs no Python code
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=now.rank, world_size=len(now.roster.ranks))
+        dist.init_process_group(backend, store=store, rank=now.rank, world_size=now.roster.world)
         if self._trouble == "broken-device" and self._is_first and number < LIMIT:
             break_device()
         total = torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu")
