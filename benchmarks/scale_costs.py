@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.common import table
-from benchmarks.scale_members import ON_NODE
+from benchmarks.scale_members import LOOK, ON_NODE
 from benchmarks.scale_planners import (
     EXPERTS_ON_RANK,
     REPLICAS,
@@ -33,10 +33,10 @@ from moevement_core.comms.tree import _HEADER, _PART, FAN_OUT, neighbours
 from moevement_core.recovery.agree import RankStatus
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
-from moevement_core.rendezvous.backoff import question_pause_s
 from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.roster import Death, Roster
 from moevement_core.saving.stage_policy import _Summary
+from moevement_core.simulator.regroup import depth
 from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.topology.host_budget import Allowed, AtPeer, Needs
 from moevement_core.topology.topology import _Rank
@@ -120,10 +120,7 @@ def _links(ranks: int) -> float:
 
 
 def _hops(ranks: int) -> float:
-    steps, place = 0, ranks - 1
-    while place:
-        place, steps = (place - 1) // FAN_OUT, steps + 1
-    return 2 * steps
+    return 2 * depth(ranks)
 
 
 def _agreement(_: int) -> float:
@@ -140,7 +137,7 @@ def _beats(ranks: int) -> float:
 
 
 def _questions(ranks: int) -> float:
-    return ranks / question_pause_s(ranks, 0.5)
+    return ranks / LOOK.total_seconds()
 
 
 def _counts(_: int) -> float:
@@ -268,8 +265,8 @@ function that computes over all ranks, grows faster than its class.
 - In an iteration, a rank sends O(1) messages, in O(log N) steps.
 - In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
   receives only for a stage.
-- No rank has work that grows with N * N, nothing is gathered on the GPU, and nothing is kept for ever: a generation's values are deleted
-  two generations later.
+- No rank has work that grows with N * N, nothing is gathered on the GPU, and a generation's values are deleted two generations later.
+  Only the record of an interruption, and what members say of themselves when they join, stay.
 
 ## How ranks exchange values
 
@@ -295,7 +292,7 @@ ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
 ## What is still too much
 
 - The coordinator's store has {STORE_CLIENTS} connections from each rank: {_open_files(16_384):,.0f} open files at 16,384 ranks.
-- Ranks ask the store if their generation is interrupted, up to {_questions(16_384):,.0f} times a second at 16,384 ranks.
+- Each rank asks the store twice a second if its generation is interrupted: {_questions(16_384):,.0f} questions at 16,384 ranks.
 - `torch.distributed` makes its own process groups over the store, and Megatron one for every group of the job
   ([benchmarks/regroup.md](../benchmarks/regroup.md)).
 - 4,096 members on two cores form a job. But in a recovery, some of them need more than the allowed 30 s to acknowledge the roster, and

@@ -18,7 +18,6 @@ from typing import Any
 
 from moevement_core.comms.token import TOKEN_ENV, own_token
 from moevement_core.errors import JobStopped
-from moevement_core.rendezvous.backoff import question_pause_s
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.member import Member
@@ -27,8 +26,8 @@ from moevement_core.rendezvous.store import GenerationStore, connect, connect_pl
 
 ON_NODE = 8
 """Number of members of a node."""
-LOOK_S = 0.5
-"""Interval at which the monitoring thread of a rank asks if its generation is interrupted, in seconds, in small jobs."""
+LOOK = timedelta(seconds=0.5)
+"""Interval at which the monitoring thread of a rank asks if its generation is interrupted."""
 STEP_S = 0.05
 PID = 100_000
 """Process id of member 0, for the coordinator's records only."""
@@ -143,12 +142,12 @@ class Members:
                 with self._lock:
                     self._entered[roster.generation] += 1
                     self._entered_at[roster.generation] = time.monotonic()
-                self._train(number, roster.generation, timedelta(seconds=question_pause_s(roster.world, LOOK_S)))
+                self._train(number, roster.generation)
                 if number in self._dead:
                     return
                 member.leave("", roster.generation + 1)
 
-    def _train(self, number: int, generation: int, look: timedelta) -> None:
+    def _train(self, number: int, generation: int) -> None:
         """Wait until the generation is interrupted or the member is dead, with the store clients of a real rank."""
         import torch.distributed as dist
 
@@ -158,7 +157,7 @@ class Members:
             self._trains[generation] += 1
         while number not in self._dead:
             with suppress(dist.DistStoreError):
-                signals.wait_for_interrupted(look)
+                signals.wait_for_interrupted(LOOK)
                 return
         del groups
 

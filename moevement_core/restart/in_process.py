@@ -30,7 +30,6 @@ from moevement_core.comms import transport
 from moevement_core.comms.address import store_address
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
-from moevement_core.rendezvous.backoff import question_pause_s
 from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
@@ -311,7 +310,7 @@ class _Restarts:
                 listeners=listening(),
             ),
             hang_s=watching.hang_s,
-            interval_s=question_pause_s(world, watching.interval_s),
+            interval_s=watching.interval_s,
             set_up_s=PATIENCE * watching.hang_s if watching.devices else None,
         )
 
