@@ -296,7 +296,7 @@ ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
 - `torch.distributed` makes its own process groups over the store, and Megatron one for every group of the job
   ([benchmarks/regroup.md](../benchmarks/regroup.md)).
 - 4,096 members on two cores form a job. But in a recovery, some of them need more than the allowed 30 s to acknowledge the roster, and
-  count as lost: each member talks to the store by itself, some ten times. With 1,024 members a recovery takes a second.
+  count as lost: each member talks to the store by itself, some ten times. With 1,024 members a recovery takes 1 to 2 s.
 - One process coordinates the job. If it dies, the job ends; its next start continues from windows on disk, if the job writes them.
 """
 
