@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable
 
 MOST_GROWTH = 8.0
@@ -28,9 +29,9 @@ def assert_linear(prepared: Callable[[int], Callable[[], object]], size: int, re
 
 
 def _least_s(work: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return min(times)
+    """Return the least processor time of a call, without the time to collect garbage.
+
+    A full collection visits every object of the process, and larger work starts more collections. So with garbage
+    collection, the ratio of two times would depend on what the tests before had left in memory.
+    """
+    return min(timeit.repeat(work, timer=time.process_time, repeat=repeats, number=1))
