@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from benchmarks.scale_members import ON_NODE, Members, Share, Supervisors, serve
+from benchmarks.scale_members import ON_NODE, Share, serve
 from benchmarks.scale_planners import PLANNERS
 from moevement_core.comms.token import TOKEN_ENV, Token
 
@@ -37,6 +37,7 @@ OUTPUT = Path(__file__).with_suffix(".md")
 PROCESSES = 2
 SPARES = ON_NODE
 RECOVERIES = 3
+QUESTIONS = 5
 STEADY_S = 10.0
 MOST_S = 180.0
 """Longest time in seconds that the benchmark waits for all members."""
@@ -55,6 +56,8 @@ class Figures:
     """Processor time of the coordinator and its store over time, while nothing happens."""
     herd_s: float
     """Seconds from the loss of all connections of supervisors until the coordinator has answered each of them."""
+    question_s: float
+    """Seconds until the coordinator has answered a question of each rank, if all ask at once, median."""
     recovery_s: float
     """Seconds from the report of a death until the last member has entered the next generation, median."""
     recovery_bytes: int
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--lease-seconds", type=float, default=10.0, metavar="S", help="lease time (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, and no page")
     arguments = parser.parse_args()
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # Otherwise torch logs each wait for an interruption that ends.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     figures = []
     for ranks in arguments.members:
         figures.append(measure(ranks, arguments.lease_seconds))
@@ -91,10 +94,11 @@ def measure(ranks: int, lease_s: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder, _coordinator(ranks, token, Path(folder)) as (process, address):
         with _job(Share(address, token.text, 0, ranks + SPARES, lease_s)) as job:
             start_s = job.wait_for_entry(0, ranks) - job.began_at
-            job.wait_for_training(0, ranks)
+            job.connect_to_store()
             cpu_s, since = _cpu_s(process), time.monotonic()
             time.sleep(STEADY_S)
             steady = (_cpu_s(process) - cpu_s) / (time.monotonic() - since)
+            question_s = statistics.median(job.question() for _ in range(QUESTIONS))
             disconnected_at = job.disconnect()
             herd_s = job.wait_until_heard() - disconnected_at
             recoveries = [_recovery(job, ranks, number) for number in range(1, RECOVERIES + 1)]
@@ -103,6 +107,7 @@ def measure(ranks: int, lease_s: float) -> Figures:
                 start_s=start_s,
                 steady_cores=steady,
                 herd_s=herd_s,
+                question_s=question_s,
                 recovery_s=statistics.median(seconds for seconds, _ in recoveries),
                 recovery_bytes=int(statistics.median(nbytes for _, nbytes in recoveries)),
                 files=process.num_fds(),
@@ -114,49 +119,54 @@ class _Job:
     """Processes with the supervisors and the members of a job.
 
     Args:
-        supervisors: connection to the process with all supervisors.
-        members: connection to each process with members.
+        processes: connection to each process.
         nodes: number of nodes.
     """
 
-    def __init__(self, supervisors: Any, members: Sequence[Any], nodes: int) -> None:
-        self._supervisors, self._members, self._nodes = supervisors, members, nodes
+    def __init__(self, processes: Sequence[Any], nodes: int) -> None:
+        self._processes, self._nodes = processes, nodes
+        self.wait_until_heard()
         self.began_at = time.monotonic()
-        """Monotonic time in seconds at which members began to start."""
+        """Monotonic time in seconds at which members began to join."""
+        self._call("begin")
 
     def kill(self, member: int) -> float:
         """End a member, and report its death; return the monotonic time in seconds."""
-        self._call(self._members, "kill", member)
-        return float(self._call([self._supervisors], "kill", member)[0])
+        return float(max(self._call("kill", member)))
+
+    def connect_to_store(self) -> None:
+        """Give each member a client of the store of process groups."""
+        self._call("connect_to_store")
+
+    def question(self) -> float:
+        """Return the seconds until a question of each rank is answered, if all ask at once."""
+        times = self._call("question")
+        return float(max(last for _, last in times) - min(first for first, _ in times))
 
     def disconnect(self) -> float:
         """Break the connections of all supervisors; return the monotonic time in seconds."""
-        return float(self._call([self._supervisors], "disconnect")[0])
+        return float(min(self._call("disconnect")))
 
     def wait_until_heard(self) -> float:
         """Wait until the coordinator has answered all supervisors; return the monotonic time in seconds."""
-        self._wait(lambda: self._call([self._supervisors], "state")[0] == self._nodes)
+        self._wait(lambda: sum(self._call("connected")) == self._nodes)
         return time.monotonic()
 
     def wait_for_entry(self, generation: int, ranks: int) -> float:
         """Wait until all ranks have entered a generation; return the monotonic time in seconds of the last entry."""
-        self._wait(lambda: sum(state[1] for state in self._call(self._members, "state", generation)) == ranks)
-        return float(max(state[2] for state in self._call(self._members, "state", generation)))
+        self._wait(lambda: sum(count for count, _ in self._call("entered", generation)) == ranks)
+        return float(max(at for _, at in self._call("entered", generation)))
 
-    def wait_for_training(self, generation: int, ranks: int) -> None:
-        """Wait until all ranks of a generation have all their clients of the store."""
-        self._wait(lambda: sum(state[3] for state in self._call(self._members, "state", generation)) == ranks)
-
-    def _call(self, connections: Sequence[Any], name: str, *arguments: Any) -> list[Any]:
-        for connection in connections:
-            connection.send((name, *arguments))
-        return [connection.recv() for connection in connections]
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        for process in self._processes:
+            process.send((name, *arguments))
+        return [process.recv() for process in self._processes]
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + MOST_S
         while not holds():
             if time.monotonic() > deadline:
-                states = self._call(self._members, "state", 0), self._call([self._supervisors], "state")
+                states = self._call("connected"), self._call("entered", 0)
                 raise TimeoutError(f"members or supervisors were not ready within {MOST_S:g} s: {states}")
             time.sleep(LOOK_S)
 
@@ -167,13 +177,13 @@ def _recovery(job: _Job, ranks: int, generation: int) -> tuple[float, int]:
     killed_at = job.kill(generation)
     entered_at = job.wait_for_entry(generation, ranks)
     nbytes = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before
-    job.wait_for_training(generation, ranks)
+    job.connect_to_store()
     return entered_at - killed_at, nbytes
 
 
 @contextmanager
 def _coordinator(ranks: int, token: Token, folder: Path) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
-    """Run the coordinator of a job, and yield its process and the address of the job's store."""
+    """Run the coordinator of a job, and yield its process and its address."""
     words = ["coordinate", "--ranks", str(ranks), "--run-dir", str(folder / "run")]
     output = folder / "coordinator.log"
     with output.open("w") as file, subprocess.Popen(
@@ -183,7 +193,7 @@ def _coordinator(ranks: int, token: Token, folder: Path) -> Iterator[tuple[psuti
         try:
             while (address := re.search(r"MOEVEMENT_STORE=([\d.]+):(\d+)", output.read_text())) is None:
                 if process.poll() is not None:
-                    raise RuntimeError(f"the coordinator has ended before it had a store: {output.read_text()}")
+                    raise RuntimeError(f"the coordinator has ended before it had an address: {output.read_text()}")
                 time.sleep(LOOK_S)
             yield psutil.Process(process.pid), (address[1], int(address[2]))
         except TimeoutError:
@@ -200,25 +210,19 @@ def _job(everything: Share) -> Iterator[_Job]:
     Supervisors are there first, as in a real job. Otherwise the leases of the first members could run out.
     """
     context = multiprocessing.get_context("spawn")
-    count = everything.last
-    each = -(-count // PROCESSES)
-    shares = [replace(everything, first=first, last=min(first + each, count)) for first in range(0, count, each)]
+    nodes = -(-everything.last // ON_NODE)
+    each = ON_NODE * -(-nodes // PROCESSES)
     processes: list[Any] = []
     connections: list[Any] = []
-
-    def start(kind: type[Supervisors] | type[Members], share: Share) -> Any:
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(kind, share, there), daemon=True)
-        process.start()
-        processes.append(process)
-        return here
-
     try:
-        job = _Job(start(Supervisors, everything), connections, -(-count // ON_NODE))
-        job.wait_until_heard()
-        job.began_at = time.monotonic()
-        connections += [start(Members, share) for share in shares]
-        yield job
+        for first in range(0, everything.last, each):
+            here, there = context.Pipe()
+            share = replace(everything, first=first, last=min(first + each, everything.last))
+            process = context.Process(target=serve, args=(share, there), daemon=True)
+            process.start()
+            processes.append(process)
+            connections.append(here)
+        yield _Job(connections, nodes)
     finally:
         for process in processes:
             process.kill()
@@ -242,12 +246,12 @@ def _seconds(prepared: Callable[[int], Callable[[], object]], ranks: int) -> flo
 def report(figures: Sequence[Figures], planners: dict[str, list[float]]) -> str:
     """Return the text of the page."""
     header = [
-        "ranks", "start, s", "steady load, cores", "herd, s", "recovery, s", "MB in a recovery", "open files", "memory, MB",
+        "ranks", "start, s", "steady load, cores", "herd, s", "question, ms", "recovery, s", "MB in a recovery", "open files", "memory, MB",
     ]  # fmt: skip
     rows = [
         [
             f"{job.ranks:,}", f"{job.start_s:.1f}", f"{job.steady_cores:.2f}", f"{job.herd_s:.1f}",
-            f"{job.recovery_s:.2f}", f"{job.recovery_bytes / 1e6:.1f}", f"{job.files:,}", f"{job.memory_bytes / 1e6:.0f}",
+            f"{1000 * job.question_s:.0f}", f"{job.recovery_s:.2f}", f"{job.recovery_bytes / 1e6:.1f}", f"{job.files:,}", f"{job.memory_bytes / 1e6:.0f}",
         ]
         for job in figures
     ]  # fmt: skip
@@ -257,16 +261,17 @@ def report(figures: Sequence[Figures], planners: dict[str, list[float]]) -> str:
     python -m benchmarks.scale --members {" ".join(str(job.ranks) for job in figures)}        (writes this file)
 
 This page is for people who want to know at what size the coordinator becomes the limit. The coordinator is the real process, and
-members are real clients of it over loopback, on the same two cores. They train nothing.
+members run the code of real members, over one connection of each node ({ON_NODE} ranks) on loopback, on the same two cores. They train
+nothing. In place of the Unix socket between a rank and its supervisor is a call, because on a cluster each node has processors for that.
 
-- *start*: from the start of the first member until the last has entered the first generation. {PROCESSES} processes hold all members, and
-  their start is included.
-- *steady load*: processor time of the coordinator and the job's store while all supervisors renew leases and all ranks ask for
-  interruptions.
-- *herd*: all supervisors ({ON_NODE} ranks each) lose their connections at once; time until the coordinator has answered each of them.
+- *start*: from the first member's wish to join until the last has entered the first generation.
+- *steady load*: processor time of the coordinator, with the store of process groups, while all supervisors renew leases.
+- *question*: until the coordinator has answered the question of each rank if its generation is interrupted, median of {QUESTIONS}. All
+  ranks ask at once, as they do after the last reduction of an iteration; those of a node share a message.
+- *herd*: all supervisors lose their connections at once; time until the coordinator has answered each of them.
 - *recovery*: from the report that a rank was killed until all ranks have acknowledged the next roster and entered it, median of
-  {RECOVERIES}. The members' work runs on the same two cores; on a cluster each node has its own. Each rank then makes two new clients of
-  the store, which is not included. *MB in a recovery*: bytes over loopback in this time.
+  {RECOVERIES}. Each rank then makes a new client of the store of process groups, which is not included.
+- *MB in a recovery*: bytes over loopback in this time.
 - *open files*, *memory*: of the coordinator, at the end.
 
 {table(header, rows)}

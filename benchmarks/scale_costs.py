@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.common import table
-from benchmarks.scale_members import LOOK, ON_NODE
+from benchmarks.scale_members import ON_NODE
 from benchmarks.scale_planners import (
     EXPERTS_ON_RANK,
     REPLICAS,
@@ -34,7 +34,7 @@ from moevement_core.recovery.agree import RankStatus
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.rendezvous.lease_client import BEATS
-from moevement_core.rendezvous.roster import Death, Roster
+from moevement_core.rendezvous.roster import ACKNOWLEDGED, LEFT, ROSTER, SHARD, Death, Roster
 from moevement_core.saving.stage_policy import _Summary
 from moevement_core.simulator.regroup import depth
 from moevement_core.snapshot.agreement import HORIZON
@@ -46,8 +46,6 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "scale.md"
 SHOWN = (1024, 4096, 16_384)
 LEASE_S = 10.0
 MAC_CHARACTERS = 64
-STORE_CLIENTS = 3
-"""Clients of the job's store in a rank: of its main thread, of its monitoring thread, and of torch's groups."""
 LAYERS_OF_STAGE = 4
 EXPERTS = 124
 """Experts of a layer."""
@@ -137,7 +135,21 @@ def _beats(ranks: int) -> float:
 
 
 def _questions(ranks: int) -> float:
-    return ranks / LOOK.total_seconds()
+    return ranks
+
+
+def _asks(*asks: tuple[str, str, str | None]) -> int:
+    """Return the bytes of a line with requests on values, and of the answer."""
+    numbered = [(number, *ask) for number, ask in enumerate(asks, 1000)]
+    answers = [(number, None) for number, _ in enumerate(asks, 1000)]
+    return len(json.dumps({"asks": numbered}) + json.dumps({"answers": answers})) + 2 * (MAC_CHARACTERS + 1)
+
+
+def _reported(ranks: int) -> float:
+    """Return the bytes on the connections of all nodes when each rank leaves and acknowledges a roster."""
+    left = {"reason": "", "committed": 1000, "at": 1.7e9, "had_recovered": True, "suspects": []}
+    reports = [("report", f"{LEFT.format(3)}/1000", json.dumps(left)), ("report", f"{ACKNOWLEDGED.format(3)}/1000", "")]
+    return ranks * sum(_asks(report) for report in reports)
 
 
 def _counts(_: int) -> float:
@@ -159,14 +171,14 @@ def _roster(ranks: int) -> Roster:
     )  # fmt: skip
 
 
-def _roster_of_member(ranks: int) -> float:
+def _roster_of_node(ranks: int) -> float:
     head, shards = _roster(ranks).divided()
-    return len(head.encode()) + len(shards[0].encode()) + 2 * MAC_CHARACTERS
+    changes = [{"changes": [(ROSTER, head.encode())]}, {"changes": [(SHARD.format(0), shards[0].encode())]}]
+    return sum(len(json.dumps(change)) + MAC_CHARACTERS + 1 for change in changes)
 
 
 def _roster_of_all(ranks: int) -> float:
-    head, shards = _roster(ranks).divided()
-    return sum(len(shard.encode()) + MAC_CHARACTERS for shard in shards.values()) + len(head.encode())
+    return ranks / ON_NODE * _roster_of_node(ranks)
 
 
 def _statuses(ranks: int) -> float:
@@ -204,7 +216,7 @@ def _outcomes(ranks: int) -> float:
 
 
 def _open_files(ranks: int) -> float:
-    return STORE_CLIENTS * ranks + ranks / ON_NODE
+    return ranks + ranks / ON_NODE
 
 
 COSTS = (
@@ -215,12 +227,13 @@ COSTS = (
     Cost("always", "steps of a collective, one after the other", Growth.LOG, _hops, "comms/tree.py: TreeGroup", is_bytes=False),
     Cost("always", "open files of the coordinator and the store", Growth.LINEAR, _open_files, "launching/limits.py", is_bytes=False),
     Cost("always, a second", "the coordinator receives renewals of leases", Growth.LINEAR, _beats, "rendezvous/lease_client.py: step"),
-    Cost("always, a second", "questions of ranks to the store", Growth.LINEAR, _questions, "restart/guard.py: Guard", is_bytes=False),
+    Cost("iteration", "questions of ranks to the coordinator", Growth.LINEAR, _questions, "restart/generation.py", is_bytes=False),
     Cost("iteration", "a rank sends to agree on windows", Growth.CONSTANT, _agreement, "snapshot/agreement.py: propose"),
     Cost("window", "a rank sends counts of tokens", Growth.CONSTANT, _counts, "saving/windows.py: _observe"),
     Cost("decision", "a rank receives the memory that all ranks need", Growth.LINEAR, _needs, "saving/windows.py: _needed"),
-    Cost("failure", "the coordinator writes the roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
-    Cost("failure", "a member reads its part of the roster", Growth.LINEAR, _roster_of_member, "rendezvous/member.py: wait_for_rank"),
+    Cost("failure", "reports of ranks to the coordinator", Growth.LINEAR, _reported, "rendezvous/member.py: leave"),
+    Cost("failure", "the coordinator sends each node its roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
+    Cost("failure", "a node receives its part of the roster", Growth.LINEAR, _roster_of_node, "rendezvous/relay.py: Relay"),
     Cost("failure", "a rank receives the statuses of all ranks", Growth.LINEAR, _statuses, "session/rejoin.py: rejoin"),
     Cost("failure", "a rank receives digests of policies", Growth.LINEAR, _summaries, "saving/stage_policy.py: share_policy"),
     Cost("failure", "a rank sends to owners which copies it has", Growth.CONSTANT, _kept, "saving/peers.py: ask_peers"),
@@ -254,8 +267,8 @@ def report() -> str:
     ]
     return f"""# Costs by the number of ranks
 
-This page is for people who want to run, or to change, jobs of thousands of ranks. It says what control costs a rank, the coordinator and
-the job's store: what they send, store and open, beside training itself. `python -m benchmarks.scale_costs` writes this page.
+This page is for people who want to run, or to change, jobs of thousands of ranks. It says what control costs a rank, a node and the
+coordinator: what they send, store and open, beside training itself. `python -m benchmarks.scale_costs` writes this page.
 
 ## Rules
 
@@ -265,8 +278,16 @@ function that computes over all ranks, grows faster than its class.
 - In an iteration, a rank sends O(1) messages, in O(log N) steps.
 - In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
   receives only for a stage.
-- No rank has work that grows with N * N, nothing is gathered on the GPU, and a generation's values are deleted two generations later.
-  Only the record of an interruption, and what members say of themselves when they join, stay.
+- No rank has work that grows with N * N, nothing is gathered on the GPU, and a generation's reports are deleted two generations later.
+  Only what a process says of itself when it joins stays.
+
+## How processes reach the coordinator
+
+A node has one connection to the coordinator, that of its supervisor (`rendezvous/lease_client.py`). It carries leases, deaths, and the
+*values* that processes share (`rendezvous/values.py`): the roster, interruptions, the end of the job. Processes reach their supervisor
+over a Unix socket. Its *relay* (`rendezvous/relay.py`) merges their requests, asks once for a value that all of them watch, and passes
+each change on. So a rank waits for no answer of a distant host, except when it reports something and once in each iteration
+([commit_point.md](commit_point.md)).
 
 ## How ranks exchange values
 
@@ -286,17 +307,15 @@ Computed from the product's own encodings, for nodes of {ON_NODE} ranks, {STAGES
 
 {table(header, rows)}
 
-What the coordinator, its store and the planners take in seconds is measured: [benchmarks/scale.md](../benchmarks/scale.md), and with real
+What the coordinator and the planners take in seconds is measured: [benchmarks/scale.md](../benchmarks/scale.md), and with real
 ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
 
 ## What is still too much
 
-- The coordinator's store has {STORE_CLIENTS} connections from each rank: {_open_files(16_384):,.0f} open files at 16,384 ranks.
-- Each rank asks the store twice a second if its generation is interrupted: {_questions(16_384):,.0f} questions at 16,384 ranks.
-- `torch.distributed` makes its own process groups over the store, and Megatron one for every group of the job
-  ([benchmarks/regroup.md](../benchmarks/regroup.md)).
-- 4,096 members on two cores form a job. But in a recovery, some of them need more than the allowed 30 s to acknowledge the roster, and
-  count as lost: each member talks to the store by itself, some ten times. With 1,024 members a recovery takes 1 to 2 s.
+- Each rank asks the coordinator once in an iteration if its generation is interrupted: {_questions(16_384):,.0f} questions at 16,384 ranks. A relay
+  merges those of a node that arrive together.
+- Each rank has a connection to the store of torch's process groups, in the coordinator's process. `torch.distributed` makes its own groups
+  over this store, and Megatron one for every group of the job ([benchmarks/regroup.md](../benchmarks/regroup.md)).
 - One process coordinates the job. If it dies, the job ends; its next start continues from windows on disk, if the job writes them.
 """
 

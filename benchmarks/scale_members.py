@@ -1,7 +1,8 @@
 """Members and supervisors of a job for the benchmark ``scale``: real clients of the coordinator, without training.
 
-One process has the lease clients of all nodes. Other processes have the members. Each member runs on a thread, with
-clients of the job's store of its own, as in a real process.
+One process has the lease clients of some nodes, and the members on them. Each member is a greenlet that runs the code of
+a real member. It reaches its node's lease client by a call, where a real process uses a Unix socket and the relay of its
+supervisor: on a cluster, each node has processors of its own for that.
 """
 
 from __future__ import annotations
@@ -10,29 +11,33 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import greenlet
+
 from moevement_core.comms.token import TOKEN_ENV, own_token
 from moevement_core.errors import JobStopped
+from moevement_core.rendezvous.interruption import GenerationStore
 from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import MemberInfo
-from moevement_core.rendezvous.store import GenerationStore, connect, connect_plain
+from moevement_core.rendezvous.roster import INTERRUPTED, STORE, MemberInfo
+from moevement_core.rendezvous.store import connect_store
+from moevement_core.rendezvous.values import Kind
 
 ON_NODE = 8
 """Number of members of a node."""
-LOOK = timedelta(seconds=0.5)
-"""Interval at which the monitoring thread of a rank asks if its generation is interrupted."""
-STEP_S = 0.05
+STEP_S = 0.005
+"""Longest pause between two rounds, in which a process steps each of its lease clients."""
+AT_ONCE = 64
+"""Number of clients of the store that a process makes at a time."""
 PID = 100_000
 """Process id of member 0, for the coordinator's records only."""
-AT_ONCE = 64
-"""Number of members that start at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Share:
     """Members that one process of the benchmark stands for."""
 
     address: tuple[str, int]
-    """Host and port of the job's store."""
+    """Host and port of the coordinator."""
     token: str
     first: int
     last: int
@@ -48,58 +53,118 @@ class Share:
     lease_s: float
 
 
-class Supervisors:
-    """Lease clients of all nodes.
+class _Node:
+    """Lease client of a node, with the values that its members watch.
 
     Args:
-        share: all members of the job.
+        number: number of the node.
+        share: members of this process.
+        resume: called with greenlets that can go on.
     """
 
-    def __init__(self, share: Share) -> None:
-        self._share, self._lock = share, threading.Lock()
-        self._dead: set[int] = set()
-        host, port = connect(share.address).get(ADDRESS).decode().rsplit(":", 1)
-        self._clients = {
-            node: LeaseClient(f"node{node}", (host, int(port)), share.lease_s, own_token())
-            for node in range(-(-share.last // ON_NODE))
-        }
-        threading.Thread(target=self._renew, daemon=True).start()
+    def __init__(self, number: int, share: Share, resume: Callable[[Iterable[Any]], None]) -> None:
+        self.client = LeaseClient(f"node{number}", share.address, share.lease_s, own_token())
+        self.client.on_change = self._changed
+        self.members = range(number * ON_NODE, min((number + 1) * ON_NODE, share.last))
+        self.dead: set[int] = set()
+        self.known: dict[str, str | None] = {}
+        self.changes = 0
+        """Number of values that have arrived."""
+        self.waiting: set[Any] = set()
+        """Greenlets that wait for a change."""
+        self._resume = resume
 
-    def state(self) -> int:
-        """Return the number of nodes whose lease clients have an answer of the coordinator."""
-        return sum(client.is_connected for client in self._clients.values())
+    def step(self, iteration: int) -> None:
+        """Renew the leases of the living members, and take in answers."""
+        alive = {member: iteration for member in self.members if member not in self.dead}
+        self.client.step(alive, alive)
 
-    def disconnect(self) -> float:
-        """Break the connections of all lease clients; return the monotonic time in seconds."""
-        with self._lock:
-            for client in self._clients.values():
-                client._disconnect()
-        return time.monotonic()
+    def wake(self) -> None:
+        """Let all members look at the values again."""
+        waiting, self.waiting = self.waiting, set()
+        self._resume(waiting)
 
-    def kill(self, member: int) -> float:
-        """Report the death of a member; return the monotonic time in seconds."""
-        with self._lock:
-            self._dead.add(member)
-            self._clients[member // ON_NODE].died(member, PID + member, "was killed by signal 9")
-        return time.monotonic()
+    def _changed(self, key: str, value: str) -> None:
+        self.first(key, value)
 
-    def _renew(self) -> None:
-        began = time.monotonic()
+    def first(self, key: str, value: str | None) -> None:
+        """Take the first value of a watched key."""
+        self.known[key] = value
+        self.changes += 1
+        self.wake()
+
+
+class _Values:
+    """Client of the job's values for one member (:class:`~moevement_core.rendezvous.values.JobValues`)."""
+
+    def __init__(self, node: _Node, member: int, hub: Any) -> None:
+        self._node, self._member, self._hub = node, member, hub
+        self._asked: set[str] = set()
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(Kind.SET, key, value)
+
+    def claim(self, key: str, value: str) -> str:
+        return self._ask(Kind.CLAIM, key, value) or ""
+
+    def raise_to(self, key: str, value: str) -> None:
+        self._ask(Kind.RAISE, key, value)
+
+    def read(self, key: str) -> str | None:
+        return self._ask(Kind.READ, key, None)
+
+    def report(self, key: str, value: str) -> None:
+        self._ask(Kind.REPORT, key, value)
+
+    def watch(self, key: str) -> str | None:
+        known = self._node.known
+        if key not in known and key not in self._asked:
+            self._asked.add(key)
+            if key not in self._node.client._watched:
+                self._node.client.ask(Kind.WATCH, key, None, partial(self._node.first, key))
+        while key not in known:
+            self._wait()
+        return known[key]
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float = float("inf")) -> bool:
         while True:
-            iteration = int(time.monotonic() - began)
-            for node, client in self._clients.items():
-                members = range(node * ON_NODE, min((node + 1) * ON_NODE, self._share.last))
-                alive = {member: iteration for member in members if member not in self._dead}
-                with self._lock:
-                    client.step(alive, alive)
-            time.sleep(STEP_S)
+            before = self._node.changes
+            if holds():
+                return True
+            if self._node.changes == before:  # Values may have changed while ``holds`` asked for one.
+                self._wait()
+
+    def close(self) -> None:
+        pass
+
+    def _ask(self, kind: Kind, key: str, value: str | None) -> str | None:
+        answers: list[str | None] = []
+        own = greenlet.getcurrent()
+
+        def then(answer: str | None) -> None:
+            answers.append(answer)
+            self._node._resume([own])
+
+        self._node.client.ask(kind, key, value, then)
+        while not answers:
+            self._pause()
+        return answers[0]
+
+    def _wait(self) -> None:
+        self._node.waiting.add(greenlet.getcurrent())
+        self._pause()
+
+    def _pause(self) -> None:
+        self._hub.switch()
+        if self._member in self._node.dead:
+            raise JobStopped("the benchmark has ended this member")
 
 
 class Members:
     """Members in one process.
 
     Args:
-        share: members of this process.
+        share: members of this process, of whole nodes.
     """
 
     def __init__(self, share: Share) -> None:
@@ -109,65 +174,112 @@ class Members:
         """Number of members that have entered each generation."""
         self._entered_at: dict[int, float] = defaultdict(float)
         """Monotonic time in seconds at which the last member entered each generation."""
-        self._trains: Counter[int] = Counter()
-        """Number of members that have all their clients of the store in each generation."""
-        self._dead: set[int] = set()
-        self._starting = threading.Semaphore(AT_ONCE)
-        threading.stack_size(512 << 10)
-        for member in range(share.first, share.last):
-            threading.Thread(target=self._run, args=(member,), daemon=True).start()
+        self._ready: dict[Any, None] = {}
+        """Greenlets that can go on."""
+        self._store: tuple[str, int] | None = None
+        self._groups: list[Any] = []
+        self._nodes = {
+            number: _Node(number, share, lambda members: self._ready.update(dict.fromkeys(members)))
+            for number in range(share.first // ON_NODE, -(-share.last // ON_NODE))
+        }
+        self._begins = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def state(self, generation: int) -> tuple[int, int, float, int]:
-        """Return numbers of members: joined, entered ``generation``, and train in it; and the time of the last entry.
+    def begin(self) -> None:
+        """Let the members join."""
+        self._begins.set()
 
-        The time is the third element of the result.
-        """
+    def connected(self) -> int:
+        """Return the number of nodes whose lease clients have an answer of the coordinator."""
+        return sum(node.client.is_connected for node in self._nodes.values())
+
+    def entered(self, generation: int) -> tuple[int, float]:
+        """Return how many members have entered a generation, and the monotonic time of the last entry in seconds."""
         with self._lock:
-            return self._joined, self._entered[generation], self._entered_at[generation], self._trains[generation]
+            return self._entered[generation], self._entered_at[generation]
 
-    def kill(self, member: int) -> None:
-        """End a member if it is one of this process, without a report."""
-        self._dead.add(member)
+    def connect_to_store(self) -> None:
+        """Make a client of the store of process groups for each member, as ranks do in each generation."""
+        assert self._store is not None
+        own_token()  # The threads below find it in memory.
+        stores = [self._store] * (self._share.last - self._share.first)
+        with ThreadPoolExecutor(AT_ONCE) as threads:  # torch looks up the name of the address, which may take long.
+            self._groups = list(threads.map(connect_store, stores))
 
-    def _run(self, number: int) -> None:
-        with suppress(JobStopped):
-            info = MemberInfo(number, PID + number, "localhost", f"node{number // ON_NODE}")
-            with self._starting:
-                member = Member(connect(self._share.address), info)
-                member.join()
+    def question(self) -> tuple[float, float]:
+        """Ask for each member if its generation is interrupted; return the monotonic times of first and last, in s."""
+        answered: list[float] = []
+        with self._lock:
+            began = time.monotonic()
+            for node in self._nodes.values():
+                for _ in node.members:
+                    node.client.ask(Kind.READ, INTERRUPTED, None, lambda value: answered.append(time.monotonic()))
+                node.client.flush()
+        while len(answered) < self._share.last - self._share.first:
+            time.sleep(0.001)
+        return began, answered[-1]
+
+    def disconnect(self) -> float:
+        """Break the connections of all lease clients; return the monotonic time in seconds."""
+        with self._lock:
+            for node in self._nodes.values():
+                node.client._disconnect()
+        return time.monotonic()
+
+    def kill(self, member: int) -> float:
+        """End a member if it is one of this process, and report its death; return the monotonic time in seconds."""
+        node = self._nodes.get(member // ON_NODE)
+        if node is not None:
             with self._lock:
-                self._joined += 1
+                node.dead.add(member)
+                node.client.died(member, PID + member, "was killed by signal 9")
+                node.wake()
+        return time.monotonic()
+
+    def _serve(self) -> None:
+        began, has_begun = time.monotonic(), False
+        hub = greenlet.getcurrent()
+        while True:
+            with self._lock:
+                for node in self._nodes.values():
+                    node.step(int(time.monotonic() - began))
+                if self._begins.is_set() and not has_begun:
+                    has_begun = True
+                    for member in range(self._share.first, self._share.last):
+                        self._ready[greenlet.greenlet(partial(self._run, member, hub), hub)] = None
+                was_idle = not self._ready
+                while self._ready:
+                    ready, self._ready = self._ready, {}
+                    for task in ready:
+                        task.switch()
+                for node in self._nodes.values():
+                    node.client.flush()
+            time.sleep(STEP_S if was_idle else 0.0)
+
+    def _run(self, number: int, hub: Any) -> None:
+        node = self._nodes[number // ON_NODE]
+        values = _Values(node, number, hub)
+        with suppress(JobStopped):
+            member = Member(values, MemberInfo(number, PID + number, "localhost", f"node{number // ON_NODE}"))
+            member.join()
+            if self._store is None:
+                host, port = (values.read(STORE) or "").rsplit(":", 1)
+                self._store = (host, int(port))
             while True:
                 roster, _ = member.wait_for_rank()
-                with self._lock:
-                    self._entered[roster.generation] += 1
-                    self._entered_at[roster.generation] = time.monotonic()
-                self._train(number, roster.generation)
-                if number in self._dead:
-                    return
+                self._entered[roster.generation] += 1
+                self._entered_at[roster.generation] = time.monotonic()
+                signals = GenerationStore(roster.generation, values, lambda: values)
+                values.wait_until(signals.is_interrupted)
                 member.leave("", roster.generation + 1)
 
-    def _train(self, number: int, generation: int) -> None:
-        """Wait until the generation is interrupted or the member is dead, with the store clients of a real rank."""
-        import torch.distributed as dist
 
-        groups: Any = connect_plain(self._share.address)
-        signals = GenerationStore(connect(self._share.address), generation)
-        with self._lock:
-            self._trains[generation] += 1
-        while number not in self._dead:
-            with suppress(dist.DistStoreError):
-                signals.wait_for_interrupted(LOOK)
-                return
-        del groups
-
-
-def serve(kind: type[Supervisors] | type[Members], share: Share, commands: Connection) -> None:
-    """Run members or supervisors in this process, and execute commands until the benchmark closes the connection."""
+def serve(share: Share, commands: Connection) -> None:
+    """Run members in this process, and execute commands until the benchmark closes the connection."""
     os.environ[TOKEN_ENV] = share.token
-    served = kind(share)
+    members = Members(share)
     with suppress(EOFError):
         while True:
             name, *arguments = commands.recv()
-            commands.send(getattr(served, name)(*arguments))
+            commands.send(getattr(members, name)(*arguments))
     os._exit(0)

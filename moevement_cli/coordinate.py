@@ -1,4 +1,4 @@
-"""Command ``moevement coordinate``, which serves the torch store of a job on several hosts and assigns ranks."""
+"""Command ``moevement coordinate``, which coordinates a job on several hosts and assigns its ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moevement_core.util.variables import check_variables
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement coordinate``."""
     parser.description = (
-        "Serve the torch store of a job on several hosts, and assign the job's ranks. Start one coordinator for each "
-        "job, in the job script beside srun, so that the coordinator outlives every rank. Set MOEVEMENT_STORE to its "
-        "HOST:PORT in the tasks, which run `moevement launch --spares S SCRIPT`."
+        "Coordinate a job on several hosts: assign ranks, and hold what processes share. Start one coordinator for "
+        "each job, in the job script beside srun, so that the coordinator outlives every rank. Set MOEVEMENT_STORE "
+        "to its HOST:PORT in the tasks, which run `moevement launch --spares S SCRIPT`."
     )
     parser.add_argument(
         "--ranks", type=int, required=True, metavar="N", help="number of ranks of the job, without spares"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, metavar="P", help="port of the store (default: any free port)")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="port to listen at (default: any free port)")
     parser.add_argument(
         "--spare-timeout",
         type=float,

@@ -20,12 +20,16 @@ from typing import Any
 
 from moevement_core.comms.token import Token
 
-MAX_LINE_BYTES = 1 << 20
-"""Most bytes of a received line. If this many bytes wait to be sent, :meth:`SignedLines.send` drops new messages."""
+MAX_LINE_BYTES = 1 << 24
+"""Most bytes of a received line, and most bytes that may wait to be sent when :meth:`SignedLines.send` is called."""
 MAX_UNKNOWN_BYTES = 512
 """Most bytes that a caller may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64
 """Number of hexadecimal digits of a MAC."""
+
+
+class NotAuthenticated(ConnectionError):
+    """Error: the other side has no token or another token, so no further line of it is read."""
 
 
 class Side(Enum):
@@ -39,14 +43,15 @@ class SignedLines:
     """Connection with signed lines of JSON; no method blocks.
 
     Args:
-        connection: TCP connection.
+        connection: TCP connection, or connection of a Unix socket.
         token: token of the job.
         side: side of this process.
     """
 
     def __init__(self, connection: socket.socket, token: Token, side: Side) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # A Unix socket has no such option.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self._token, self._side = token, side
         self._other = Side.CALLED if side is Side.CALLER else Side.CALLER
@@ -57,23 +62,28 @@ class SignedLines:
         if side is Side.CALLED:
             self._unsent = self._nonce.encode() + b"\n"
             with suppress(ConnectionError):  # The next call of receive() raises the error.
-                self._flush()
+                self.flush()
 
     @property
     def is_open(self) -> bool:
         """True once messages can be sent. On the accepting side, this also means that the caller has the token."""
         return self._key is not None
 
+    @property
+    def has_unsent(self) -> bool:
+        """True if data waits until the other side reads; :meth:`flush` sends it."""
+        return bool(self._unsent)
+
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived since the last call.
 
         Raises:
-            ConnectionError: the other side is gone, has no token or a different token, or sent something else than
-                signed lines.
+            NotAuthenticated: the other side has not proved that it has the token.
+            ConnectionError: the other side is gone, or sent something else than signed lines.
         """
         while True:
             try:
-                data = self.socket.recv(1 << 16)
+                data = self.socket.recv(1 << 18)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -82,33 +92,33 @@ class SignedLines:
                 raise ConnectionError("closed by the other side")
             self._received += data
             if len(self._received) > MAX_LINE_BYTES:
-                raise ConnectionError("received data is not a line")
+                raise self._wrong("received data is not a line")
             if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
                 break  # The first line of a caller with the token is shorter than the limit.
         *lines, self._received = self._received.split(b"\n")
         if self._key is None and lines:
             self._greet(lines.pop(0))
         if self._key is None and len(self._received) > MAX_UNKNOWN_BYTES:
-            raise ConnectionError("received data is not a greeting")
+            raise NotAuthenticated("received data is not a greeting")
         return [self._message(line) for line in lines]
 
     def _greet(self, line: bytes) -> None:
         if self._side is Side.CALLER:
             both = line + b" " + self._nonce.encode()
             self._unsent += self._nonce.encode() + self._token.mac("lease greeting", both).hex().encode() + b"\n"
-            self._flush()
+            self.flush()
         else:
             nonce, mac = line[:-_MAC_CHARACTERS], line[-_MAC_CHARACTERS:]
             both = self._nonce.encode() + b" " + nonce
             if not hmac.compare_digest(mac, self._token.mac("lease greeting", both).hex().encode()):
-                raise ConnectionError("the caller has another token than this job")
+                raise NotAuthenticated("the caller has another token than this job")
         self._key = Token(self._token.mac("lease session", both).hex())
 
     def _message(self, line: bytes) -> dict[str, Any]:
         assert self._key is not None
         mac, text = line[:_MAC_CHARACTERS], line[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(self._other, self._received_lines, text)):
-            raise ConnectionError("received line does not belong to this connection")
+            raise self._wrong("received line does not belong to this connection")
         self._received_lines += 1
         try:
             message = json.loads(text)
@@ -118,32 +128,41 @@ class SignedLines:
             raise ConnectionError("received line is not a JSON object")
         return message
 
+    def _wrong(self, text: str) -> ConnectionError:
+        """Return the error for data that no process of the job has sent on this connection, or that was damaged."""
+        return ConnectionError(text) if self._received_lines else NotAuthenticated(text)
+
     def _mac(self, side: Side, number: int, text: bytes) -> bytes:
         assert self._key is not None
         return self._key.mac(side.value, number.to_bytes(8, "big"), text).hex().encode()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; if the connection accepts no data now, keep the message until the next call of this method.
+        """Send a message. What the connection does not accept now waits for :meth:`flush` or for the next message.
 
-        The method drops the message if :data:`MAX_LINE_BYTES` or more are unsent already.
+        Raises:
+            ConnectionError: the other side is gone, or has not read for so long that :data:`MAX_LINE_BYTES` wait.
+        """
+        if len(self._unsent) >= MAX_LINE_BYTES:
+            raise ConnectionError("the other side does not read")
+        text = json.dumps(message).encode()
+        self._unsent += self._mac(self._side, self._sent_lines, text) + text + b"\n"
+        self._sent_lines += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Send waiting data, as far as the connection accepts it now.
 
         Raises:
             ConnectionError: the other side is gone.
         """
-        if len(self._unsent) < MAX_LINE_BYTES:
-            text = json.dumps(message).encode()
-            self._unsent += self._mac(self._side, self._sent_lines, text) + text + b"\n"
-            self._sent_lines += 1
-        self._flush()
-
-    def _flush(self) -> None:
         with suppress(BlockingIOError, InterruptedError):
-            try:
-                self._unsent = self._unsent[self.socket.send(self._unsent) :]
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                raise ConnectionError(str(error)) from None
+            while self._unsent:
+                try:
+                    self._unsent = self._unsent[self.socket.send(self._unsent) :]
+                except BlockingIOError:
+                    raise
+                except OSError as error:
+                    raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
         """Close the socket; unsent lines are lost."""

@@ -1,4 +1,4 @@
-"""Coordinator process of a job over several hosts (``moevement coordinate``): holds the store and assigns ranks.
+"""Coordinator process of a job over several hosts (``moevement coordinate``): holds the values and assigns ranks.
 
 The process runs on the host of the job script, and outlives every rank. If the user gives a command (``-- srun ...``),
 the coordinator also starts the tasks of each node, which supervise the ranks there, and ends after these tasks.
@@ -20,14 +20,15 @@ from typing import Any
 from moevement_core.comms.token import HOW, Token, given_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
-from moevement_core.launching.limits import allow_open_files
+from moevement_core.launching.limits import CONNECTIONS_TO_A_STORE, allow_open_files
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import Coordinator, State
-from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
-from moevement_core.rendezvous.roster import RANKS, STOP
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.lease_server import LeaseServer
+from moevement_core.rendezvous.roster import RANKS, STOP, STORE
+from moevement_core.rendezvous.store import of_groups
+from moevement_core.rendezvous.values import Values
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.environment import STORE_ENV
@@ -45,7 +46,7 @@ MOST_PORT = 65535
 GRACE_S = 60.0
 """Longest time in seconds for which the coordinator waits at the end of the job until all tasks have ended.
 
-The coordinator keeps the store in this time, because tasks still read from it.
+The coordinator answers in this time, because tasks still ask it.
 """
 
 MOST_REASONS = 3
@@ -64,13 +65,13 @@ class Coordination:
     ranks: int
     """Number of ranks of the job, without spares."""
     host: str
-    """Address of this host at which the store and the lease server listen."""
+    """Address of this host at which the coordinator and the store of process groups listen."""
     port: int
-    """Port of the store; 0 for any free port."""
+    """Port of the coordinator; 0 for any free port."""
     spare_timeout_s: float
     """Seconds that the job waits for a spare when none is left."""
     run_dir: Path | None = None
-    """Folder for ``ranks.json``, ``rejected_values.json`` and ``job.json``; None: the coordinator writes no files."""
+    """Folder for ``ranks.json``, ``refused_connections.json`` and ``job.json``; None: no files are written."""
     tasks: NodeCommand | None = None
     """Command that starts the tasks of each node; None if the job script starts them."""
     command: str = ""
@@ -90,7 +91,7 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
     if not 0 <= what.port <= MOST_PORT:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
-    allow_open_files(0, what.ranks)  # The number of spares is not known yet.
+    allow_open_files(0, CONNECTIONS_TO_A_STORE * what.ranks)
     file_mode()  # Raises ConfigError if the file mode in the environment is invalid.
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs 0 seconds or more, or inf")
@@ -124,25 +125,21 @@ class _Coordination:
     def __init__(self, options: Coordination, signals: Signals, entry: JobFile) -> None:
         import torch
 
-        from moevement_core.rendezvous.store import interrupt_in
-
         signals.check()  # The import took seconds, and no signal is raised within it.
         self._what, self._entry = options, entry
-        listener, leases = _listen(options, options.port), _listen(options, 0)
-        token = _token_for(options)
-        address = (options.host, int(listener.getsockname()[1]))
-        base = torch.distributed.TCPStore(
-            *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
-            master_listen_fd=listener.detach(), use_libuv=True,
+        listener, of_store = _listen(options, options.port), _listen(options, 0)
+        token, store = _token_for(options), (options.host, int(of_store.getsockname()[1]))
+        self._store = torch.distributed.TCPStore(
+            *store, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
+            master_listen_fd=of_store.detach(), use_libuv=True,
         )  # fmt: skip
-        self._store = SignedStore(base, token)
-        self._store.announce()
-        self._store.set(RANKS, str(options.ranks))
-        self._store.set(ADDRESS, f"{options.host}:{leases.getsockname()[1]}")
+        values = self._values = Values()
+        values.set(RANKS, str(options.ranks))
+        values.set(STORE, f"{store[0]}:{store[1]}")
         self._coordinator = Coordinator(
-            self._store, options.ranks, options.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
+            values, options.ranks, options.spare_timeout_s, _report, groups=of_groups(self._store, token)
         )
-        self._server = LeaseServer(leases, self._coordinator, token, self._take_request)
+        self._server = LeaseServer(listener, self._coordinator, token, on_request=self._take_request, values=values)
         self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1
@@ -151,9 +148,9 @@ class _Coordination:
         self._population: tuple[Any, ...] = ()
         self._looked_at = -float("inf")
         """Time at which the entries of ``ranks.json`` were last computed, in monotonic seconds."""
-        self._rejected = 0
-        at = f"{address[0]}:{address[1]}"
-        _report(f"{STORE_ENV}={at} is the store of a job of {options.ranks} ranks")
+        self._refused = 0
+        at = f"{options.host}:{listener.getsockname()[1]}"
+        _report(f"{STORE_ENV}={at} is the coordinator of a job of {options.ranks} ranks")
         self._tasks = (
             NodeTasks(options.tasks, {STORE_ENV: at, **token.environment}, _report)
             if options.tasks is not None
@@ -177,7 +174,7 @@ class _Coordination:
             self._look_after_endpoint()
         self._end()
         if coordinator.state is State.STOPPED:
-            reason = (self._store.read(STOP) or b"").decode()
+            reason = self._values.read(STOP) or ""
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
             return Outcome(self._code, reason)
         return Outcome(0)
@@ -198,10 +195,11 @@ class _Coordination:
     def _look_after_endpoint(self) -> None:
         """Serve the metrics endpoint if the script's flags ask for it; stop the job if the port cannot be bound.
 
-        Only tasks see the script's flags, so they write the endpoint's flags into the store. The coordinator opens the
-        endpoint only before the first generation. So a port that cannot be bound never stops a job that trains.
+        Only tasks see the script's flags, so they pass the endpoint's flags on as a value of the job. The coordinator
+        opens the endpoint only before the first generation. So a port that cannot be bound never stops a job that
+        trains.
         """
-        if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
+        if self._endpoint is None and self._generation < 0 and (served := self._values.read(SERVED)):
             try:
                 self._endpoint = Endpoint(Served.decode(served))
             except ConfigError as error:
@@ -220,7 +218,7 @@ class _Coordination:
         if self._coordinator.state is State.DONE:
             answer["stop"] = {"reason": "", "code": 0}
         elif self._coordinator.state is State.STOPPED:
-            answer["stop"] = {"reason": (self._store.read(STOP) or b"").decode(), "code": self._code}
+            answer["stop"] = {"reason": self._values.read(STOP) or "", "code": self._code}
         return answer
 
     def _take_request(self, kind: str, why: str, code: int) -> None:
@@ -256,9 +254,9 @@ class _Coordination:
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and self._may_have_changed():
             self._write_ranks(run_dir)
-        if run_dir is not None and coordinator.rejected != self._rejected:
-            self._rejected = coordinator.rejected
-            RunRecord(run_dir).write_rejected_values(self._rejected)
+        if run_dir is not None and self._server.refused != self._refused:
+            self._refused = self._server.refused
+            RunRecord(run_dir).write_refused_connections(self._refused)
 
     def _may_have_changed(self) -> bool:
         """Return True if ``ranks.json`` may need other entries; to compute them takes time linear in the ranks."""
@@ -283,7 +281,6 @@ class _Coordination:
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
-            self._store.keep_written()
         self._server.close()
         if self._tasks is not None:
             # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from moevement_core.errors import ConfigError, ProcessGroupError
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, no_orphans_left
 from moevement_core.launching.job_file import JobFile, stopped_by
-from moevement_core.launching.limits import allow_open_files, check_process_limits
+from moevement_core.launching.limits import CONNECTIONS_TO_A_LAUNCHER, allow_open_files, check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.store_process import StoreProcess
@@ -33,12 +32,14 @@ from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.rendezvous.job_code import KeptScript
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.relay import LocalUpstream, Relay
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
+from moevement_core.rendezvous.store import of_groups
+from moevement_core.rendezvous.values import Values
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
-from moevement_core.util.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
+from moevement_core.util.environment import MEMBER_ENV, NODE_ENV, STORE_ENV, SUPERVISOR_ENV
 from moevement_core.util.exit_codes import REPLACES_ENV
 from moevement_core.util.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.util.words import counted
@@ -163,7 +164,9 @@ def _run(launch: Launch) -> int:
         spares = f" and {counted(launch.spares, 'spare')}" if launch.spares else ""
         # Print this before the imports, which take seconds.
         print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)
-        starter = _Starter(launch, store_port=port, logs=logs, scratch=Path(scratch), token=token)
+        values = Values()
+        relay = Relay(token, LocalUpstream(values))
+        starter = _Starter(launch, port, relay.address, logs=logs, scratch=Path(scratch), token=token)
         signals.check()  # The starter has imported the trainer, and no signal is raised in an import.
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
@@ -174,21 +177,21 @@ def _run(launch: Launch) -> int:
             if launch.spares is None:
                 pages = [StatusPage() for _ in range(launch.nproc)]
                 children = [starter.start(number, {PAGE_ENV: page.path}) for number, page in enumerate(pages)]
-            store = SignedStore(server.connect(), token)
-            store.announce()
             with Progress(*followed) as progress:
                 if endpoint is not None:
                     progress.print_line(f"metrics of the run are served at {endpoint.url}")
                 if launch.spares is None:
-                    watch = UntilOneFails(children, record, progress.print_line, pages)
+                    watch = UntilOneFails(children, record, progress.print_line, pages, pause=relay.poll)
                 else:
                     watch = ReplaceFailedRanks(
-                        start=starter.start, store=store, ranks=launch.nproc, spares=launch.spares,
+                        start=starter.start, values=values, groups=of_groups(server.connect(), token),
+                        ranks=launch.nproc, spares=launch.spares,
                         spare_timeout_s=launch.spare_timeout_s, lease_s=lease_of(launch.argv), record=record,
-                        progress=progress, children=children, respawn_after_s=launch.respawn_after_s,
+                        progress=progress, children=children, respawn_after_s=launch.respawn_after_s, pause=relay.poll,
                     )  # fmt: skip
                 signals.may_wind_down = True
                 folder = LogFolder(logs) if logs is not None else None
+                refused = 0
                 while watch.is_running():
                     signals.check()
                     if server.has_ended:
@@ -202,12 +205,16 @@ def _run(launch: Launch) -> int:
                     if endpoint is not None:
                         endpoint.step(progress.print_line)
                     progress.update()
-                    time.sleep(POLL_S)
+                    relay.poll(POLL_S)
+                    if record is not None and relay.refused != refused:
+                        refused = relay.refused
+                        record.write_refused_connections(refused)
                 progress.update()
         finally:
             end_all(children)
             starter.close()
             server.close()
+            relay.close()
         job.outcome = watch.verdict()
         return job.outcome.code
 
@@ -240,7 +247,8 @@ def _check(launch: Launch) -> None:
         if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
     check_process_limits(launch.nproc + (launch.spares or 0))
-    allow_open_files(launch.nproc, launch.nproc + (launch.spares or 0))
+    members = launch.nproc + (launch.spares or 0)
+    allow_open_files(launch.nproc, CONNECTIONS_TO_A_LAUNCHER * members)
     if not launch.respawn_after_s >= 0:
         raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs 0 seconds or more, or inf")
     if not launch.spare_timeout_s >= 0:
@@ -257,13 +265,20 @@ def _check(launch: Launch) -> None:
 class _Starter:
     """Starter of processes: holds what all ranks and spares of a job on this host have in common."""
 
-    def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path, token: Token) -> None:
+    def __init__(
+        self, launch: Launch, store_port: int, supervisor: str, *, logs: Path | None, scratch: Path, token: Token
+    ) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
         with temporary_files_in(str(scratch)):  # Torch makes a folder for compiled code and never removes it.
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._script = KeptScript(launch.argv[0])
         self._nodes: dict[int, str] = {}
-        self._common = {**_environment(launch, store_port), **token.environment, **self._script.environment}
+        self._common = {
+            **_environment(launch, store_port),
+            SUPERVISOR_ENV: supervisor,
+            **token.environment,
+            **self._script.environment,
+        }
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
         """Start the process of a member.

@@ -20,8 +20,11 @@ A rank of a small gloo job has about 90 threads, most of them for process groups
 """
 OF_A_LAUNCHER = 16
 """Threads that a launcher needs."""
-CONNECTIONS_OF_A_MEMBER = 3
-"""Connections of each rank and spare to the job's store. The store's process has an open file for each connection."""
+CONNECTIONS_TO_A_LAUNCHER = 3
+"""Connections of each rank and spare to the launcher on its host: of its main thread, of the thread that watches it,
+and a short one."""
+CONNECTIONS_TO_A_STORE = 2
+"""Connections of each rank to the store of process groups, in this generation and, until it has left, in the last."""
 FILES_FOR_A_PEER = 16
 """Estimate of the open files of a rank for its connections to one other rank.
 
@@ -50,30 +53,29 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
             )
 
 
-def allow_open_files(ranks: int, members: int = 0) -> None:
+def allow_open_files(ranks: int, connections: int = 0) -> None:
     """Raise the soft limit on open files to what the job needs, for this process and its later children.
 
     Linux lets every process raise its soft limit up to the hard limit. On most hosts, the soft limit is 1,024 files.
-    The process that holds the store needs more in a job of about 340 ranks, and a rank over gloo in a job of about 100.
+    A launcher needs more in a job of about 340 ranks, and a rank over gloo in a job of about 100.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
     needs fewer files than the estimate.
 
     Args:
         ranks: number of ranks of the job, each of which connects to all others; 0 if this process starts no ranks.
-        members: number of ranks and spares that connect to the store, if this process or a child of it holds the
-            store; else 0.
+        connections: number of connections of other processes to this process or to a child of it.
 
     Raises:
-        ConfigError: the hard limit is too low for the process that holds the store.
+        ConfigError: the hard limit is too low for these connections.
     """
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _open_files())
-    if hard < (connections := CONNECTIONS_OF_A_MEMBER * members):
+    if hard < connections:
         raise ConfigError(
-            f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} files for "
-            f"{members} ranks and spares; raise the limit, or start fewer processes"
+            f"the hard limit of open files (ulimit -Hn) is {hard}; the connections of the job's ranks and spares need "
+            f"{connections} files; raise the limit, or start fewer processes"
         )
-    # Twice the connections, because leases and later spares have connections as well.
+    # Twice the connections, because supervisors and later spares have connections as well.
     wanted = OTHER_FILES + max(FILES_FOR_A_PEER * ranks, 2 * connections)
     if hard < wanted:
         text = f"the hard limit of open files (ulimit -Hn) is {hard}; a process of this job may need about {wanted}"

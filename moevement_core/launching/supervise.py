@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
+from moevement_core.comms.address import store_address
 from moevement_core.comms.token import HOW, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import launch
@@ -30,15 +32,24 @@ from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import SERVED, served_by
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import ADDRESS
-from moevement_core.rendezvous.roster import LATE_TASK, RANKS, TASK
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.relay import Relay
+from moevement_core.rendezvous.roster import LATE_TASK, RANKS, STORE, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.util.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
+from moevement_core.rendezvous.values import Kind
+from moevement_core.util.environment import (
+    FIRST_TASK_ENV,
+    MEMBER_ENV,
+    START_ENV,
+    STORE_ENV,
+    SUPERVISOR_ENV,
+    TASKS_ENV,
+)
 from moevement_core.util.exit_codes import USAGE_ERROR
 from moevement_core.util.file_modes import FLAG, use_file_mode
 
 POLL_S = 0.05
+ANSWER_S = 0.01
+"""Seconds between two checks for an answer of the coordinator while a task starts."""
 GRACE_S = 30.0
 """Longest time in seconds for which a task waits for its processes to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
@@ -47,7 +58,9 @@ LEASES_WITHOUT = 6
 Then the task ends its processes and itself.
 """
 TOKEN_PATIENCE_S = 5.0
-"""Seconds that a task waits for a proof in the store that the coordinator has the same job token as the task."""
+"""Seconds for which the coordinator refuses a task's connections until the task takes its job token for a wrong one."""
+REACH_S = 600.0
+"""Seconds for which a task tries to reach the coordinator at its start."""
 LATE = 1 << 32
 """First member number of the first task that joins later, and the count of numbers that each such task may use."""
 
@@ -98,18 +111,46 @@ def task_of(environment: Mapping[str, str], processes: int) -> Task:
     return Task(number, tasks, processes)
 
 
-def claim(store: SignedStore, task: Task) -> Task:
-    """Claim the number of ``task`` in the store, and return the task.
+Ask = Callable[[Kind, str, str | None], str | None]
+"""Function that passes a request on the job's values to the coordinator, and returns the answer."""
+
+
+def claim(ask: Ask, task: Task) -> Task:
+    """Claim the number of ``task``, and return the task.
 
     If another process has claimed this number, the task counts as one that joins later, and gets the next free number
     among those. So a repaired or added node can join the job with the command that the first nodes used.
     """
     own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-    if store.claim(TASK.format(task.number), own_claim) == own_claim:
+    if ask(Kind.CLAIM, TASK.format(task.number), own_claim) == own_claim:
         return task
-    return replace(
-        task, late=next(late for late in count() if store.claim(LATE_TASK.format(late), own_claim) == own_claim)
-    )
+    late = next(number for number in count() if ask(Kind.CLAIM, LATE_TASK.format(number), own_claim) == own_claim)
+    return replace(task, late=late)
+
+
+def answer_of(client: LeaseClient, kind: Kind, key: str, value: str | None = None) -> str | None:
+    """Pass a request on the job's values to the coordinator, wait for the answer, and return it.
+
+    Raises:
+        ConfigError: the coordinator cannot be reached, or has another job token.
+    """
+    answers: list[str | None] = []
+    client.ask(kind, key, value, answers.append)
+    began = time.monotonic()
+    while not answers:
+        client.step((), {})
+        waited_s = time.monotonic() - began
+        if client.was_refused and waited_s > TOKEN_PATIENCE_S:
+            raise ConfigError(
+                f"the job at {STORE_ENV}={os.environ.get(STORE_ENV)} has another token than this process; {HOW}"
+            )
+        if waited_s > REACH_S:
+            raise ConfigError(
+                f"the coordinator at {STORE_ENV}={os.environ.get(STORE_ENV)} cannot be reached; start it, or correct "
+                "the address"
+            )
+        time.sleep(ANSWER_S)
+    return answers[0]
 
 
 def supervise(
@@ -140,19 +181,24 @@ def supervise(
     lease_s = launch.lease_of(argv)
     use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
-    store = _store()
+    client = LeaseClient("", _coordinator(), lease_s, own_token(), started_by=os.environ.get(START_ENV, ""))
+    ask = partial(answer_of, client)
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
-        store.set(SERVED, served.encode())
-    ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
+        ask(Kind.SET, SERVED, served.encode())
+    ranks, processes, task = int(ask(Kind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
+    client.name = task.name
     if task.late is None and ranks != processes - spares:
         raise ConfigError(
             f"--spares {spares} of {processes} processes ({task.processes} in each of {task.tasks} tasks), but the "
             f"coordinator waits for {ranks} ranks; give --spares {processes - ranks}"
         )
     allow_open_files(ranks)
+    relay = Relay(own_token(), client)
     common = {
         **environment,
         **own_token().environment,
+        STORE_ENV: ask(Kind.READ, STORE) or "",
+        SUPERVISOR_ENV: relay.address,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
@@ -170,15 +216,6 @@ def supervise(
             with launch.temporary_files_in(scratch):
                 program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
             signals.check()  # The trainer was imported, and no signal is raised in an import.
-            host, port = store.get(ADDRESS).decode().rsplit(":", 1)
-            address = (host, int(port))
-            client = LeaseClient(
-                name=task.name,
-                address=address,
-                lease_s=lease_s,
-                token=own_token(),
-                started_by=os.environ.get(START_ENV, ""),
-            )
             first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
 
             def start(member: int, variables: dict[str, str]) -> Child:
@@ -186,19 +223,23 @@ def supervise(
                 own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
                 return Child(f"member_{member}", program, own, None)
 
-            running = _Task(task, client, start)
+            # The import may have taken longer than a lease. No process runs yet, so the leases begin only now.
+            client.held_until = boot_time_s() + client.lease_s
+            running = _Task(task, client, start, relay)
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
         finally:
             if running is not None:
                 running.end()
+            client.close()
+            relay.close()
             script.close()
 
 
 class _Task:
-    def __init__(self, task: Task, client: LeaseClient, start: Any) -> None:
-        self._client, self._task = client, task
+    def __init__(self, task: Task, client: LeaseClient, start: Any, relay: Relay) -> None:
+        self._client, self._task, self._relay = client, task, relay
         later = task.later()
         self._supervisor = Supervisor(
             first=task.first,
@@ -207,6 +248,7 @@ class _Task:
             link=client,
             on_end=self._on_end,
             on_replaced=self._on_replaced,
+            pause=self._pause,
         )
 
     def run(self, signals: Signals) -> int:
@@ -228,12 +270,16 @@ class _Task:
                 self._supervisor.end(0.0)
                 _ask_slurm_to_requeue()
                 return 1
-            time.sleep(POLL_S)
+            self._pause(POLL_S)
 
     def end(self) -> None:
         """End the processes that still run, and close the connection to the coordinator."""
         self._supervisor.end(0.0)
         self._client.close()
+
+    def _pause(self, seconds: float) -> None:
+        """Serve the processes for some seconds; return early when there is something to do."""
+        self._relay.poll(seconds, self._client.connection)
 
     def _on_end(self, member: int, child: Child) -> bool:
         client = self._client
@@ -264,20 +310,14 @@ def _ask_slurm_to_requeue() -> None:
         subprocess.run([scontrol, "requeue", job], timeout=60, check=False)
 
 
-def _store() -> SignedStore:
-    """Return a client of the job's store, once the coordinator has announced the job's token.
+def _coordinator() -> tuple[str, int]:
+    """Return host and port of the job's coordinator.
 
     Raises:
-        ConfigError: the environment has no address of a store, or the store belongs to a job with another token.
+        ConfigError: the environment has no address of a coordinator.
     """
-    from moevement_core.comms.address import store_address
-    from moevement_core.rendezvous.store import connect
-
     if (address := store_address()) is None:
         raise ConfigError(
             f"--spares under srun needs {STORE_ENV}=HOST:PORT of moevement coordinate (examples/pretrain_moe/slurm)"
         )
-    store = connect(address)
-    if not store.is_of_this_job(TOKEN_PATIENCE_S):
-        raise ConfigError(f"the job at {STORE_ENV}={os.environ[STORE_ENV]} has another token than this process; {HOW}")
-    return store
+    return address

@@ -103,6 +103,7 @@ class Supervisor:
         on_replaced: called with the ended member, its process, and the new process in its place.
         may_settle: returns True if the job does not need new processes at once. A new process then idles at first, so
             that its start does not slow down a recovery.
+        pause: waits for some seconds, and meanwhile serves the processes; the supervisor calls it while they end.
         respawn_after_s: seconds from the end of a process to the start of a new one in its place; infinite: none is
             started.
     """
@@ -116,6 +117,7 @@ class Supervisor:
         on_end: Callable[[int, Child], bool],
         on_replaced: Callable[[int, Child, Child], None],
         may_settle: Callable[[], bool] = lambda: False,
+        pause: Callable[[float], None] = time.sleep,
         respawn_after_s: float = 0.0,
     ) -> None:
         self.children: dict[int, Child] = {}
@@ -124,7 +126,7 @@ class Supervisor:
         """True while the leases have run out, and the supervisor has stopped its processes (SIGSTOP)."""
         self._start, self._next_member, self._link = start, next_member, link
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
-        self._respawn_after_s = respawn_after_s
+        self._pause, self._respawn_after_s = pause, respawn_after_s
         self._failed_starts = 0
         """Number of processes in a row that ended with a positive exit code or could not be started."""
         self._respawns: list[tuple[float, int, Child]] = []
@@ -255,7 +257,8 @@ class Supervisor:
         """Wait up to ``timeout_s`` seconds for the processes to end by themselves, and then end the others."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(child.poll() is None for child in self.running):
-            time.sleep(0.02)
+            self._link.step((), {})
+            self._pause(0.02)
         end_all(self.running)
 
 

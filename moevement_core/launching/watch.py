@@ -18,8 +18,8 @@ from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistak
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import STOP, Roster
-from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import StatusPage
+from moevement_core.rendezvous.values import Values
 from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
@@ -59,6 +59,7 @@ class UntilOneFails(Watch):
         record: record of the run; None: the run has no record.
         say: called with a line of text for the user.
         pages: status pages of the ranks. Only a rank whose script can end between iterations reports commits there.
+        pause: waits for some seconds, and meanwhile serves the ranks.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class UntilOneFails(Watch):
         record: RunRecord | None = None,
         say: Callable[[str], None] = lambda text: None,
         pages: Sequence[StatusPage] = (),
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._children, self._pages = children, pages
+        self._children, self._pages, self._pause = children, pages, pause
         self._silence = HangDetector(children, record, say)
 
     def is_running(self) -> bool:
@@ -77,7 +79,7 @@ class UntilOneFails(Watch):
         if None in codes:
             self._silence.look()
         if any(codes):
-            _end_after_failure(self._children)
+            _end_after_failure(self._children, self._pause)
         return None in codes and not any(codes)
 
     def wind_down(self) -> bool:
@@ -94,7 +96,7 @@ class UntilOneFails(Watch):
         return _say_who_failed(self._children)
 
 
-def _end_after_failure(children: list[Child]) -> None:
+def _end_after_failure(children: list[Child], pause: Callable[[float], None]) -> None:
     """End all processes. If a rank has found a mistake in the flags, first wait until the mistake has been printed.
 
     Every rank finds such a mistake, but only rank 0 prints it, and other ranks may end before rank 0 does.
@@ -105,7 +107,7 @@ def _end_after_failure(children: list[Child]) -> None:
             break
         if all(child.poll() is not None for child in children):
             return
-        time.sleep(0.02)
+        pause(0.02)
     end_all(children)
 
 
@@ -148,22 +150,25 @@ class ReplaceFailedRanks(Watch):
 
     Args:
         start: starts the process of a member; called with its number and with environment variables for the process.
-        store: store of the job.
+        values: values of the job.
+        groups: store of torch's process groups.
         ranks: number of ranks of the job.
         spares: number of processes beyond the ranks.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
         lease_s: seconds after which a stopped process counts as dead.
-        record: record of the run, for ``ranks.json`` and ``rejected_values.json``; None: nothing is recorded.
+        record: record of the run, for ``ranks.json``; None: nothing is recorded.
         progress: display of the job's progress, which also prints lines for the user.
         children: list to which the watch appends every process that it starts; the caller ends them all.
         respawn_after_s: seconds from the end of a process to the start of a new one in its place; infinite: none is
             started.
+        pause: waits for some seconds, and meanwhile serves the processes.
     """
 
     def __init__(
         self,
         start: Callable[[int, dict[str, str]], Child],
-        store: SignedStore,
+        values: Values,
+        groups: Any,
         ranks: int,
         spares: int,
         spare_timeout_s: float,
@@ -172,17 +177,16 @@ class ReplaceFailedRanks(Watch):
         progress: Progress,
         children: list[Child],
         respawn_after_s: float = 0.0,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        from moevement_core.rendezvous.store import interrupt_in
-
-        self._store, self._record, self._progress = store, record, progress
+        self._pause = pause
+        self._values, self._record, self._progress = values, record, progress
         self._coordinator = Coordinator(
-            store, ranks, spare_timeout_s, progress.print_line, interrupt=interrupt_in(store), lease_s=lease_s,
+            values, ranks, spare_timeout_s, progress.print_line, groups=groups, lease_s=lease_s,
             respawn_wait_s=WAIT_S if math.isfinite(respawn_after_s) else 0.0,
         )  # fmt: skip
         self._roster = self._coordinator.roster
         self._written: Any = None
-        self._rejected = 0
         self._failed: Child | None = None
         self._stopped = ""
         numbers = count(ranks + spares)
@@ -206,11 +210,11 @@ class ReplaceFailedRanks(Watch):
         self._tell_roster()
         state = self._coordinator.state
         if state is State.STOPPED:
-            self._stopped = self._stopped or (self._store.read(STOP) or b"").decode()
+            self._stopped = self._stopped or self._values.read(STOP) or ""
             end_all(self._children)
             return False
         if self._failed is not None:
-            _end_after_failure(self._children)
+            _end_after_failure(self._children, self._pause)
             return False
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
         if state is State.DONE and all(child.poll() is not None for child in ranks):
@@ -274,9 +278,6 @@ class ReplaceFailedRanks(Watch):
         if self._record is not None and processes != self._written and self._roster.generation >= 0:
             self._written = processes
             self._record.write_ranks(processes)
-        if self._record is not None and self._coordinator.rejected != self._rejected:
-            self._rejected = self._coordinator.rejected
-            self._record.write_rejected_values(self._rejected)
 
     def verdict(self) -> Outcome:
         """Print why the job has ended early, if it has, and return the outcome of the job."""

@@ -26,7 +26,7 @@ from moevement_core.util.environment import PARENT_ENV
 AGAIN_S = 5.0
 """Shortest time in seconds between two starts of the process that answers requests, if it ends or fails to start."""
 SERVED = "metrics/served"
-"""Key in the job's store under which tasks write a :class:`Served` for the coordinator.
+"""Key of the value with which tasks pass a :class:`Served` to the coordinator.
 
 Only tasks know the script's flags, which say where to serve metrics.
 """
@@ -41,7 +41,7 @@ class Served:
     address: str = LOOPBACK
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -9,13 +9,13 @@ from typing import Any
 
 from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.tail import Tail
-from moevement_core.run.figures import REJECTED, RunFigures, Sample, samples_of_processes
+from moevement_core.run.figures import REFUSED, RunFigures, Sample, samples_of_processes
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.record_shape import (
     event_complaint,
     line_complaint,
     processes_complaint,
-    rejected_values_complaint,
+    refused_connections_complaint,
 )
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.regular_files import read_regular
@@ -35,8 +35,8 @@ class WatchedRun:
         """Entries of ``ranks.json``, one for each process of the job."""
         self.job: JobEntry | None = None
         """Content of ``job.json``: launch and end of the newest job; None before the first job."""
-        self.rejected = 0
-        """Number of values in the job's store without a valid signature, from ``rejected_values.json``."""
+        self.refused = 0
+        """Number of connections whose callers lacked the job's token, from ``refused_connections.json``."""
         self._train_iterations: int | None = None
         self._start_over()
 
@@ -61,7 +61,9 @@ class WatchedRun:
             self.figures.take_event(event)
         self.job = self.record.job()
         self.processes = self._read(self.record.ranks_path, [], processes_complaint)
-        self.rejected = self._read(self.record.rejected_values_path, {"values": 0}, rejected_values_complaint)["values"]
+        self.refused = self._read(
+            self.record.refused_connections_path, {"connections": 0}, refused_connections_complaint
+        )["connections"]
 
     @property
     def has_ended(self) -> bool:
@@ -83,7 +85,7 @@ class WatchedRun:
         """Yield the current values of all known metrics of the run."""
         yield from self.figures.samples()
         yield from samples_of_processes(self.processes)
-        yield Sample(REJECTED, self.rejected)
+        yield Sample(REFUSED, self.refused)
 
     def _read(self, path: Path, absent: Any, complaint_of: Callable[[Any], str | None]) -> Any:
         try:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import secrets
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import override
@@ -19,14 +17,13 @@ from typing import override
 import torch
 
 from moevement_core import log
-from moevement_core.comms.address import store_address
 from moevement_core.comms.transport import Transport
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.boundary_log import BoundaryLog, Direction
 from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sources import SnapshotSource
-from moevement_core.rendezvous.store import connect
+from moevement_core.rendezvous.value_client import is_first_to_claim
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
 from moevement_core.restart.faults import Flip, FlipKind
 from moevement_core.snapshot.buffer import Buffer
@@ -72,8 +69,6 @@ class _Flipper:
     def __init__(self, flips: Sequence[Flip]) -> None:
         self.flips = flips
         self._left = list(enumerate(flips))
-        address = store_address()
-        self._store = connect(address) if address is not None and self._left else None
 
     def due(self, kinds: Sequence[FlipKind], rank: int, iteration: int) -> Iterator[tuple[int, Flip]]:
         """Yield index and flip for each unclaimed flip of ``kinds`` that is due on ``rank`` at ``iteration``."""
@@ -84,8 +79,7 @@ class _Flipper:
     def takes(self, number: int) -> bool:
         """Claim a flip for this process; return False if another process has claimed it."""
         self._left = [(claimed, flip) for claimed, flip in self._left if claimed != number]
-        claimant = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-        return self._store is None or self._store.claim(_FLIPPED.format(number), claimant) == claimant
+        return is_first_to_claim(_FLIPPED.format(number))
 
 
 _flipper = _Flipper(())

@@ -1,6 +1,6 @@
 """Coordinator of a job: assigns ranks to processes ("forms the job") at the start and after every failure.
 
-The coordinator runs in the process that holds the job's store. It decides alone, so processes need no agreement while
+The coordinator runs in the process that holds the job's values. It decides alone, so processes need no agreement while
 some of them fail. Every member, rank or spare, has a lease that its supervisor renews. A member whose lease runs out
 counts as dead, even if no supervisor saw its process end.
 
@@ -18,7 +18,6 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
-from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
@@ -31,10 +30,12 @@ from moevement_core.rendezvous.roster import (
     BLOCKS,
     ELASTIC,
     GIVEN_UP,
+    INTERRUPTED,
     JOB_NAME,
-    NEWEST,
+    MEMBERS_IN_SHARD,
     ROSTER,
     SHARD,
+    SHARDS,
     START,
     STOP,
     UNUSABLE_DEVICE,
@@ -42,22 +43,15 @@ from moevement_core.rendezvous.roster import (
     MemberInfo,
     NoticedBy,
     Roster,
+    Shard,
     UnusableDevice,
     digest_of,
 )
-from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 from moevement_core.rendezvous.takeover import split_blocks, take_over
+from moevement_core.rendezvous.values import Values
 
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
-
-WRITTEN_ONCE = ("job/", "tasks/", "injected/", "flipped/")
-"""Prefixes of store keys that a process writes only once in the life of the job.
-
-Any process that reaches the store can delete a value, and its writer may have ended by then. So the coordinator keeps
-these values, and restores them.
-"""
-
 
 MOST_REPORTED = 5
 """Largest number of split blocks for which the coordinator prints a line each; it prints only a count of the others.
@@ -76,7 +70,7 @@ class State(Enum):
     RUNNING = "running"
     """State in which the ranks of the newest roster train."""
     STOPPED = "stopped"
-    """State of a job that has ended early; the reason is in the store."""
+    """State of a job that has ended early; the reason is the value of :data:`STOP`."""
     DONE = "done"
     """State in which every rank has reached the end of the job."""
 
@@ -85,11 +79,11 @@ class Coordinator:
     """Coordinator of one job. One thread calls all methods, and calls :meth:`step` often.
 
     Args:
-        store: store of the job.
+        values: values of the job.
         ranks: number of ranks of the job.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
         report: called with a line of text for the user.
-        interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
+        groups: store of torch's process groups, from which the coordinator deletes the keys of past generations.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
         respawn_wait_s: seconds to wait for a process that a supervisor starts in place of an ended one. The coordinator
@@ -99,12 +93,12 @@ class Coordinator:
 
     def __init__(
         self,
-        store: SignedStore,
+        values: Values,
         ranks: int,
         spare_timeout_s: float,
         report: Callable[[str], None],
         *,
-        interrupt: Callable[[int, int], None] = lambda generation, rank: None,
+        groups: Any,
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
         respawn_wait_s: float = WAIT_S,
@@ -112,7 +106,7 @@ class Coordinator:
         self.state = State.FORMING
         self.roster = Roster(-1, {})
         """Newest roster; a proposal while the state is PROPOSED."""
-        self.membership = Membership(store, lease_s, clock)
+        self.membership = Membership(values, lease_s, clock)
         self.losses = Losses()
         self.given_up: set[int] = set()
         """Members that count as dead although no supervisor saw them end; their supervisors kill them."""
@@ -121,9 +115,11 @@ class Coordinator:
 
         With a spare on another node, ranks that communicate in every layer would span nodes.
         """
-        self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
-        self._interrupt, self._clock = interrupt, clock
-        self._entered = Entered(store, clock)
+        self._values, self._ranks, self._spare_timeout_s, self._report = values, ranks, spare_timeout_s, report
+        self._clock = clock
+        self._entered = Entered(values)
+        self._acknowledged: set[int] = set()
+        """Members that have acknowledged the proposed roster."""
         self._attempts = Attempts()
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
@@ -150,10 +146,8 @@ class Coordinator:
         """Number of ranks in a block: consecutive ranks that communicate in every layer, and should be on one node."""
         self._split: set[int] = set()
         """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
-        self._adopts = Backoff(clock)
-        self._generation_keys = GenerationKeys(store)
-        store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
-        store.set(NEWEST, "-1")
+        self._generation_keys = GenerationKeys(values, groups)
+        values.claim(JOB_NAME, uuid.uuid4().hex[:8])
 
     @property
     def members(self) -> Mapping[int, MemberInfo]:
@@ -212,13 +206,13 @@ class Coordinator:
             self._respawns.begins(node)
         elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
             self._respawns.are_lost(node)
-        if (notice := self._store.read(f"{UNUSABLE_DEVICE}/{member}")) is not None:
+        if (notice := self._values.reports(UNUSABLE_DEVICE).get(member)) is not None:
             how, noticed_by = self._take_back(node, UnusableDevice.decode(notice)), NoticedBy.DEVICE
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
             self.given_up.add(member)
-            self._store.set(GIVEN_UP.format(member), how)
+            self._values.set(GIVEN_UP.format(member), how)
         if rank is not None and self.state not in (State.STOPPED, State.DONE):
             self._interrupt(self.roster.generation, rank)
             self._interrupted()
@@ -243,39 +237,26 @@ class Coordinator:
         self._is_winding_down = True
 
     def stop(self, reason: str) -> None:
-        """Stop the job, and publish the reason in the store, where every waiting process finds it."""
-        self._store.set(STOP, reason)
+        """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches."""
+        self._values.set(STOP, reason)
         self.state = State.STOPPED
 
-    @property
-    def rejected(self) -> int:
-        """Number of values in the job's store that had no valid signature, and were ignored."""
-        return self._store.rejected
-
-    def _report_rejected(self) -> None:
-        if rejected := self._store.rejected:
-            self._report(f"{rejected} values in the job's store had no valid signature; the job ignored these values")
-
     def step(self) -> None:
-        """Read the store and the leases, and change the state of the job if they require it; never block."""
-        self._store.keep_written()
-        if self._adopts.is_due(rung=self._store.has_rung(CLAIMED)):
-            with self._adopts:
-                self._store.adopt(*WRITTEN_ONCE)
+        """Look at the reports and the leases, and change the state of the job if they require it; never block."""
+        self._values.has_news = False
         for info in self.membership.welcome():
             self._respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
         # The device may keep a process from ending, so the coordinator does not wait for the end of the process.
-        if self._store.has_rung(UNUSABLE_DEVICE):
-            for member in [number for number in self.members if self._store.check([f"{UNUSABLE_DEVICE}/{number}"])]:
+        for member in self._values.new_reports(UNUSABLE_DEVICE):
+            if member in self.members:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
         if self.state in (State.STOPPED, State.DONE):
             return
         if self._all_finished():
-            self._report_rejected()
             self.state = State.DONE
-            self._store.set(STOP, "")
+            self._values.set(STOP, "")
         elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):
             self._interrupted()
         elif self.state is State.RUNNING:
@@ -354,12 +335,16 @@ class Coordinator:
     def _interrupted(self) -> None:
         if self.state in (State.RUNNING, State.PROPOSED):
             if self.state is State.PROPOSED:
-                self._store.set(START.format(self.roster.generation), "superseded")
+                self._values.set(START, f"{self.roster.generation} superseded")
             else:
                 self._interrupted_at = self._clock()
                 self._leave_by.clear()
             self.state, self._short_since, self._form_at = State.FORMING, None, None
             self.waits_for_respawn = False
+
+    def _interrupt(self, generation: int, rank: int) -> None:
+        """Interrupt the ranks of a generation; ``rank`` is the failed rank."""
+        self._values.raise_to(INTERRUPTED, f"{generation} {rank}:TERMINATED")
 
     def _leaving(self) -> bool:
         """Read the reports of the survivors that left the generation, and return True if any survivor has left.
@@ -371,7 +356,6 @@ class Coordinator:
             if left["had_recovered"]:
                 self.losses.recovered()
         if self._entered.left and self.state is State.RUNNING:
-            # The rank that left has interrupted the others itself, but its record in the store may be lost.
             self._interrupt(self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0)
         return bool(self._entered.left)
 
@@ -420,12 +404,12 @@ class Coordinator:
     def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
         """Choose the block size: the number of consecutive ranks that a later takeover tries to keep on one node.
 
-        Ranks have written into the store the sizes of their groups that communicate in every layer. The method takes
-        the largest size for which at least one group is on a single node when the job begins. If no size has such a
-        group, it takes the smallest size, because small groups are the easiest to keep on one node.
+        Ranks have set the value of :data:`BLOCKS` to the sizes of their groups that communicate in every layer. The
+        method takes the largest size for which at least one group is on a single node when the job begins. If no size
+        has such a group, it takes the smallest size, because small groups are the easiest to keep on one node.
         """
-        if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
-            sizes = sorted(map(int, text.split(b",")))
+        if self.roster.generation < 0 and (text := self._values.read(BLOCKS)) is not None:
+            sizes = sorted(map(int, text.split(",")))
             fitting = [size for size in sizes if len(split_blocks(nodes, size)) * size < len(nodes)]
             self._block = max(fitting, default=sizes[0])
 
@@ -474,7 +458,7 @@ class Coordinator:
     # Elastic jobs
 
     def _elastic(self) -> Grid | None:
-        if self._grid is None and (text := self._store.read(ELASTIC)) is not None:
+        if self._grid is None and (text := self._values.read(ELASTIC)) is not None:
             self._grid = Grid.decode(text)
         return self._grid
 
@@ -637,30 +621,28 @@ class Coordinator:
             devices=devices,
         )
         generation = self.roster.generation
-        # Nobody reads older keys, because members skip generations that are over.
-        self._store.forget(f"generation/{generation - 2}/")
         head, shards = self.roster.divided()
-        for number, shard in shards.items():
-            self._store.set(SHARD.format(generation, number), shard.encode())
-        self._store.set(ROSTER.format(generation), head.encode())
-        self._store.set(NEWEST, str(generation))
-        self._proposed_at = self._clock()
+        self._values.set(SHARDS, f"{generation} {','.join(map(str, sorted(shards)))}")
+        for number in {member // MEMBERS_IN_SHARD for member in self.members}:  # Some have no rank.
+            shard = shards.get(number, Shard({}, {}, {}))
+            self._values.set(SHARD.format(number), f"{generation} {shard.encode()}")
+        self._values.set(ROSTER, f"{generation} {head.encode()}")
+        self._proposed_at, self._acknowledged = self._clock(), set()
         self.state = State.PROPOSED
 
     def _start_if_acknowledged(self) -> None:
         generation = self.roster.generation
         members = set(self.roster.ranks.values())
-        acknowledged = self._entered.written_by(ACKNOWLEDGED, generation, members)
-        if acknowledged is not None and members <= acknowledged.keys():
+        self._acknowledged |= self._values.new_reports(ACKNOWLEDGED.format(generation)).keys()
+        if members <= self._acknowledged:
             self._entered.begin(generation, members)
             self.losses.entered()
             self._report_split()
-            self._store.set(START.format(generation), "go")
+            self._values.set(START, f"{generation} go")
             self.state = State.RUNNING
             self._generation_keys.trains(generation)
         elif self._clock() - self._proposed_at > self._acknowledge_s:
-            key = ACKNOWLEDGED.format(generation)
-            for member in [number for number in members if not self._store.check([f"{key}/{number}"])]:
+            for member in members - self._acknowledged:
                 self._lose(member, "did not acknowledge the roster in time", NoticedBy.TIMEOUT)
 
     @property

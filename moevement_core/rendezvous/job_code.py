@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from moevement_core.errors import CodeDiffers, ExchangeError
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.values import JobValues
 from moevement_core.util.memory_file import MemoryFile
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
@@ -31,7 +31,7 @@ SCRIPT_TEXT_ENV = "MOEVEMENT_SCRIPT_TEXT"
 If the variable is unset, a process reads the script from SCRIPT itself.
 """
 CODE = "job/code"
-"""Key of the store for the code of the job; the first process that joins writes it."""
+"""Key of the code of the job; the first process that joins sets it."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "moevement")
 """Packages whose versions must be the same in all processes."""
 OURS = ("moevement_core", "megatron.moevement")
@@ -102,7 +102,7 @@ class KeptScript:
         self._file.close()
 
 
-def join_with_same_code(store: SignedStore) -> None:
+def join_with_same_code(values: JobValues) -> None:
     """Compare the code of this process with the code of its job. The first process of a job records its own code.
 
     Raises:
@@ -111,14 +111,14 @@ def join_with_same_code(store: SignedStore) -> None:
     """
     own_code = _code_of_this_process()
     encoded = msgspec.json.encode(own_code).decode()
-    recorded = store.claim(CODE, encoded)
+    recorded = values.claim(CODE, encoded)
     if recorded == encoded:
         return
     try:
         job = msgspec.json.decode(recorded, type=JobCode)
     except msgspec.MsgspecError as error:
         raise ExchangeError(
-            f"{CODE} in the job's store cannot be decoded: {error}; all processes need the same version of moevement"
+            f"value {CODE} of the job cannot be decoded: {error}; all processes need the same version of moevement"
         ) from None
     if differences := own_code.differences(job):
         shown = "; ".join(differences[:_MOST_SHOWN])

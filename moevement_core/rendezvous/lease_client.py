@@ -1,7 +1,7 @@
 """Lease client: the code with which a supervisor renews the leases of its processes at the coordinator.
 
 :mod:`moevement_core.rendezvous.lease_server` is the other side. A *beat* is one renewal: a message with the list of
-processes that are alive.
+processes that are alive. On the same connection, the client passes requests of the processes on the job's values.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.rendezvous.values import Kind, Watcher, in_lines
 
 BEATS = 10
 """Number of renewals that a supervisor sends in one lease time."""
@@ -28,11 +31,23 @@ the longest pause is well below a lease time.
 """
 
 
+@dataclass(slots=True)
+class _Ask:
+    """Request on a value that the server has not answered yet."""
+
+    kind: str
+    key: str
+    value: str | None
+    then: Callable[[str | None], None]
+    is_sent: bool = False
+    """True if the request was sent on the current connection."""
+
+
 class LeaseClient:
     """Lease client of one supervisor. One thread calls all methods, and no method blocks for longer than a second.
 
     Args:
-        name: name of the supervisor, unique in the job.
+        name: name of the supervisor, unique in the job; empty until the supervisor knows it.
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
@@ -57,9 +72,21 @@ class LeaseClient:
         """Newest generation that has started; -1 before the job was formed."""
         self.has_trained = False
         """True if the job has committed an iteration."""
+        self.name = name
+        self.was_refused = False
+        """True if the server has closed a connection right after this process sent its proof of the token."""
+        self.on_change: Watcher = lambda key, value: None
+        self._asks: dict[int, _Ask] = {}
+        """Requests that the server has not answered yet, by number, in the order in which they came."""
+        self._asked = 0
+        """Number of the newest request."""
+        self._watched: dict[str, None] = {}
+        """Keys whose changes the server sends."""
         self._configured_lease_s, self._token = lease_s, token
-        self._name, self._address, self._started_by = name, address, started_by
+        self._address, self._started_by = address, started_by
         self._lines: SignedLines | None = None
+        self._has_heard = False
+        """True if the server has sent a message on the current connection."""
         self._replaced: SignedLines | None = None
         """Old connection on which no answers arrive any more; None unless the client has just opened a new connection.
 
@@ -107,6 +134,36 @@ class LeaseClient:
         self._request = {"kind": kind, "why": why, "code": code, "beat": None}
         self._beat_at = -float("inf")
 
+    def ask(self, kind: str, key: str, value: str | None, then: Callable[[str | None], None]) -> None:
+        """Pass a request on a value (:meth:`Values.answer`) to the coordinator, and call ``then`` with the answer.
+
+        The request is sent at the next :meth:`flush` or :meth:`step`. After a broken connection it is sent again, so
+        the coordinator may execute it more than once.
+        """
+        if kind == Kind.WATCH:
+            self._watched[key] = None
+        self._asked += 1
+        self._asks[self._asked] = _Ask(kind, key, value, then)
+
+    def flush(self) -> None:
+        """Send the requests that wait, if there is a connection."""
+        unsent = [(number, ask) for number, ask in self._asks.items() if not ask.is_sent]
+        if self._lines is None or not self._lines.is_open:
+            return
+        try:
+            self._lines.flush()
+            for line in in_lines(unsent, lambda numbered: numbered[1].value):
+                self._lines.send({"asks": [(number, ask.kind, ask.key, ask.value) for number, ask in line]})
+        except ConnectionError:
+            self._disconnect()
+        for _, ask in unsent:
+            ask.is_sent = True
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """Socket on which answers arrive; None without a connection."""
+        return None if self._lines is None else self._lines.socket
+
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
         """Renew the leases if that is due, and read the server's answers.
 
@@ -128,6 +185,7 @@ class LeaseClient:
         if self._lines is not None and self._lines.is_open and now - self._beat_at >= interval_s:
             self._beat_at = now
             self._send(members, alive)
+        self.flush()
         self._receive()
 
     def _pause_s(self, interval_s: float) -> float:
@@ -154,8 +212,14 @@ class LeaseClient:
         elif self._lines is not None:
             self._lines.close()
         self._lines, self._beat_at = SignedLines(connection, self._token, Side.CALLER), -float("inf")
+        self._has_heard = False
         for unanswered in (*self._news, *([self._request] if self._request else ())):
             unanswered["beat"] = None
+        for ask in self._asks.values():
+            ask.is_sent = False
+        asked = {ask.key for ask in self._asks.values() if ask.kind == Kind.WATCH}
+        for key in self._watched.keys() - asked:
+            self.ask(Kind.WATCH, key, None, partial(self._has_changed, key))
 
     def _send(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
         assert self._lines is not None
@@ -163,7 +227,7 @@ class LeaseClient:
         self._sent_at = {beat: at for beat, at in self._sent_at.items() if beat > self._beat - 4 * BEATS}
         self._sent_at[self._beat] = boot_time_s()
         message: dict[str, Any] = {
-            "beat": self._beat, "supervisor": self._name, "members": sorted(members), "alive": dict(alive),
+            "beat": self._beat, "supervisor": self.name, "members": sorted(members), "alive": dict(alive),
             "lease_s": self._configured_lease_s, "started_by": self._started_by,
         }  # fmt: skip
         for news in self._news:
@@ -184,9 +248,24 @@ class LeaseClient:
             return
         try:
             for answer in self._lines.receive():
-                self._take_in(answer)
+                self._has_heard, self.was_refused = True, False
+                self._take_in_values(answer)
+                if "beat" in answer:
+                    self._take_in(answer)
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
+            self.was_refused |= self._lines.is_open and not self._has_heard
             self._disconnect()
+
+    def _take_in_values(self, answer: dict[str, Any]) -> None:
+        for number, value in answer.get("answers", ()):
+            if (ask := self._asks.pop(number, None)) is not None:
+                ask.then(value)
+        for key, value in answer.get("changes", ()):
+            self._has_changed(key, value)
+
+    def _has_changed(self, key: str, value: str | None) -> None:
+        if value is not None:
+            self.on_change(key, value)
 
     def _take_in(self, answer: dict[str, Any]) -> None:
         beat = int(answer["beat"])

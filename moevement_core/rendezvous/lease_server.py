@@ -4,37 +4,25 @@ Each supervisor has a connection to the server. Several times in a lease time, i
 processes that are alive. The server's answer renews the leases of these processes. The server notices a broken
 connection at once. Usually the supervisor has then ended, and its processes end with it.
 
-Messages are signed lines of JSON. A caller has to prove that it has the job's token. The server limits the number of
-connections whose callers have not proved this yet, and closes a connection if the proof does not arrive in time.
+On the same connection, the supervisor passes requests of its processes on the job's values (:class:`Values`). So a node
+needs one connection for everything that its processes and the coordinator tell each other.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from moevement_core.comms.signed_lines import Side, SignedLines
+from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.values import Kind, Values, Watcher, in_lines
 
-ADDRESS = "leases/address"
-"""Key in the job's store for ``host:port`` of the lease server."""
-GREETING_S = 10.0
-"""Seconds after which the server closes a connection whose caller has not proved that it has the job's token."""
-MOST_UNKNOWN = 64
-"""Largest number of accepted connections whose callers have not yet proved that they have the job's token. Later
-callers wait in the listener's queue."""
 MOST_LATE = 0.05
 """Longest time for which a call of :meth:`LeaseServer.poll` goes on after its timeout, as a share of the lease time."""
-SHORT_GREETING_S = 1.0
-"""Value that replaces :data:`GREETING_S` while :data:`MOST_UNKNOWN` callers have not sent their proof yet.
-
-A second is enough, because the proof takes only one round trip.
-"""
 
 
 class LeaseHolder(Protocol):
@@ -55,8 +43,8 @@ class LeaseHolder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Supervisor:
-    lines: SignedLines
-    since: float
+    changed: Watcher
+    """Sends a change of a value that the supervisor watches."""
     name: str = ""
     started_by: str = ""
     members: set[int] = field(default_factory=set)
@@ -64,7 +52,7 @@ class _Supervisor:
 
 
 class LeaseServer:
-    """Server for the renewal of leases. One thread of the coordinator calls all methods, and calls :meth:`poll` often.
+    """Server for leases and values. One thread of the coordinator calls all methods, and calls :meth:`poll` often.
 
     Args:
         listener: bound socket that listens.
@@ -72,6 +60,7 @@ class LeaseServer:
         token: token of the job.
         on_request: called with a supervisor's request: its kind (``stop`` or ``wind_down``), the reason, and an exit
             code.
+        values: values of the job.
     """
 
     def __init__(
@@ -80,81 +69,58 @@ class LeaseServer:
         holder: LeaseHolder,
         token: Token,
         on_request: Callable[[str, str, int], None],
+        values: Values,
     ) -> None:
-        listener.setblocking(False)
-        self._listener, self._holder, self._token, self._on_request = listener, holder, token, on_request
-        self.unauthenticated = 0
-        """Number of connections that were closed before their callers had proved that they have the job's token."""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, None)
-        self._is_accepting = True
-        self._connections: dict[socket.socket, _Supervisor] = {}
-        self._unknown: dict[_Supervisor, None] = {}
-        """Connections whose callers have not yet proved that they have the job's token, the oldest first."""
+        self._holder, self._on_request, self._values = holder, on_request, values
+        self._server = SignedServer(listener, token, self._take_in, self._has_gone)
+        self._supervisors: dict[Caller, _Supervisor] = {}
         self._by_name: dict[str, _Supervisor] = {}
+        self._answer: Mapping[str, Any] = {}
+
+    @property
+    def refused(self) -> int:
+        """Number of callers that have not proved in time that they have the job's token, or have failed to."""
+        return self._server.refused
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
-        """Accept connections, read messages of supervisors, and answer each of them, until the timeout is over.
+        """Accept connections, read messages of supervisors, and answer each of them.
 
-        The call takes longer if messages are waiting. Otherwise the messages of thousands of supervisors would wait for
-        ever more calls, and leases would run out.
+        The call ends at its timeout, or soon after a member has reported something. It goes on after its timeout while
+        messages are waiting, because leases could run out otherwise.
 
         Args:
             timeout_s: seconds that the call takes if no message is waiting at its end.
-            answer: fields for every answer, which tell supervisors the generation, progress and end of the job.
+            answer: fields for every answer to a beat, which tell supervisors the generation, progress and end of the
+                job.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-            for key, _ in ready:
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(self._connections[key.fileobj], answer)  # type: ignore[index]
-            self._bound_unknown()
-            late_s = time.monotonic() - deadline
-            if late_s >= 0 and (not ready or late_s > self._holder.lease_s * MOST_LATE):
-                return
+        self._answer = answer
+        self._server.poll(
+            timeout_s, most_late_s=self._holder.lease_s * MOST_LATE, is_enough=lambda: self._values.has_news
+        )
 
-    def _bound_unknown(self) -> None:
-        """Limit the number of connections whose callers have not proved yet that they have the job's token.
+    def _take_in(self, caller: Caller, message: dict[str, Any]) -> None:
+        supervisor = self._supervisors.get(caller)
+        if supervisor is None:
+            supervisor = self._supervisors[caller] = _Supervisor(partial(self._send_change, caller))
+        answers: list[tuple[int, str | None]] = []
+        for number, kind, key, value in message.get("asks", ()):
+            if kind in (Kind.SET, Kind.CLAIM, Kind.RAISE):
+                # A change goes out at once. The older value in an answer before it must not arrive after it.
+                self._send_answers(caller, answers)
+                answers = []
+            answers.append((number, self._values.answer(kind, key, value, supervisor.changed)))
+        self._send_answers(caller, answers)
+        if "beat" in message:
+            self._renew(caller, supervisor, message)
 
-        Close a connection if its proof does not arrive in time. Accept no further connection while
-        :data:`MOST_UNKNOWN` proofs are pending. Never close a connection only to accept another: after an outage of the
-        network, all supervisors connect at once, and each has to wait only for the proofs of the callers before it.
-        """
-        now = time.monotonic()
-        allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
-        while self._unknown and now - (oldest := next(iter(self._unknown))).since > allowed_s:
-            self._drop(oldest)
-        if (is_accepting := len(self._unknown) < MOST_UNKNOWN) is self._is_accepting:
-            return
-        self._is_accepting = is_accepting
-        if is_accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        else:
-            self._selector.unregister(self._listener)
+    def _send_answers(self, caller: Caller, answers: list[tuple[int, str | None]]) -> None:
+        for line in in_lines(answers, lambda answer: answer[1]):
+            self._server.send(caller, {"answers": line})
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while len(self._unknown) < MOST_UNKNOWN:
-                connection, _ = self._listener.accept()
-                supervisor = _Supervisor(SignedLines(connection, self._token, Side.CALLED), time.monotonic())
-                self._connections[connection] = supervisor
-                self._unknown[supervisor] = None
-                self._selector.register(connection, selectors.EVENT_READ)
+    def _send_change(self, caller: Caller, key: str, value: str) -> None:
+        self._server.send(caller, {"changes": [(key, value)]})
 
-    def _read(self, supervisor: _Supervisor, answer: Mapping[str, Any]) -> None:
-        try:
-            messages = supervisor.lines.receive()
-            if supervisor.lines.is_open:
-                self._unknown.pop(supervisor, None)
-            for message in messages:
-                self._take_in(supervisor, message, answer)
-        except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
-            self._drop(supervisor)
-
-    def _take_in(self, supervisor: _Supervisor, message: dict[str, Any], answer: Mapping[str, Any]) -> None:
+    def _renew(self, caller: Caller, supervisor: _Supervisor, message: dict[str, Any]) -> None:
         if name := message.get("supervisor"):
             # Only the newest connection of a supervisor counts. If an older one breaks, no lease is affected.
             supervisor.name = str(name)
@@ -171,19 +137,16 @@ class LeaseServer:
         self._holder.renew(alive)
         supervisor.heard_at = time.monotonic()
         members = set(map(int, message.get("members", ())))
-        supervisor.lines.send(
-            {
-                "beat": message["beat"], "lease_s": self._holder.lease_s,
-                "given_up": sorted(members & self._holder.given_up), **answer,
-            }
-        )  # fmt: skip
+        answer = {
+            "beat": message["beat"], "lease_s": self._holder.lease_s,
+            "given_up": sorted(members & self._holder.given_up), **self._answer,
+        }  # fmt: skip
+        self._server.send(caller, answer)
 
-    def _drop(self, supervisor: _Supervisor) -> None:
-        self.unauthenticated += not supervisor.lines.is_open
-        self._selector.unregister(supervisor.lines.socket)
-        del self._connections[supervisor.lines.socket]
-        self._unknown.pop(supervisor, None)
-        supervisor.lines.close()
+    def _has_gone(self, caller: Caller) -> None:
+        if (supervisor := self._supervisors.pop(caller, None)) is None:
+            return
+        self._values.forget(supervisor.changed)
         if self._by_name.get(supervisor.name) is supervisor:
             del self._by_name[supervisor.name]
             self._holder.disconnected(supervisor.members)
@@ -210,7 +173,4 @@ class LeaseServer:
 
     def close(self) -> None:
         """Close every connection and the listening socket."""
-        for supervisor in list(self._connections.values()):
-            supervisor.lines.close()
-        self._selector.close()
-        self._listener.close()
+        self._server.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from moevement_core.rendezvous.backoff import Backoff
-from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, NoticedBy
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.roster import JOINED, MemberInfo, NoticedBy
+from moevement_core.rendezvous.values import Values
 
 LEASES_TO_LEAVE = 3
 """Timeout for a rank to leave an interrupted generation or to acknowledge a roster, as a number of lease times.
@@ -26,20 +25,19 @@ class Membership:
     """Membership as the coordinator knows it; supervisors renew the leases of their members.
 
     Args:
-        store: store of the job.
+        values: values of the job.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
     """
 
-    def __init__(self, store: SignedStore, lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, values: Values, lease_s: float, clock: Callable[[], float]) -> None:
         self.alive: dict[int, MemberInfo] = {}
         """Members that have joined and live, in the order in which they joined."""
         self.dead: set[int] = set()
         self.lease_s = lease_s
         self.joined_at = clock()
         """Value of the clock in seconds when the newest member joined."""
-        self._store, self._clock = store, clock
-        self._look = Backoff(clock)
+        self._values, self._clock = values, clock
         self._renewed: dict[int, float] = {}
         """Value of the clock in seconds when the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
@@ -54,19 +52,14 @@ class Membership:
 
     def welcome(self) -> list[MemberInfo]:
         """Admit and return the members that have joined since the last call."""
-        new = list[MemberInfo]()
-        if not self._look.is_due(rung=self._store.has_rung(JOINED)):
-            return new
-        with self._look:
-            named = (key.removeprefix(CARDS).split("/") for key in self._store.keys(CARDS))
-            numbers = {int(name[0]) for name in named if len(name) == 2 and name[1] == self._store.tag(name[0])}
-            unknown = sorted(numbers - self.alive.keys() - self.dead)
-            keys = {MEMBER.format(member, self._store.tag(str(member))): member for member in unknown}
-            for key, card in self._store.read_many(list(keys)).items():
-                self.alive[keys[key]] = info = MemberInfo.decode(card)
-                new.append(info)
-                self.joined_at = self._clock()
-                self._renewed.setdefault(keys[key], self._clock())
+        new = []
+        for member, card in sorted(self._values.new_reports(JOINED).items()):
+            if member in self.dead or member in self.alive:
+                continue
+            self.alive[member] = info = MemberInfo.decode(card)
+            new.append(info)
+            self.joined_at = self._clock()
+            self._renewed.setdefault(member, self._clock())
         return new
 
     def renew(self, member: int) -> None:

@@ -29,7 +29,7 @@ class Grid:
     """
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -1,11 +1,10 @@
-"""Keys and values that members and the coordinator write into the job's store.
+"""Keys and values that members and the coordinator share (:mod:`moevement_core.rendezvous.values`).
 
 A *member* is a process that can be a rank; its number is unique among all processes of the job. A *generation* is the
 time from one forming of the job to the next failure. Its *roster* says which member has which rank. Members without a
 rank are spares.
 
-A member writes some of its values under a key with ``/MEMBER`` appended, and then changes the key itself to signal the
-new value. So the coordinator reads the value at once. Such a key is called a *bell* (:meth:`SignedStore.ring`).
+Some keys are *topics*: members report to the coordinator under the topic with ``/MEMBER`` appended.
 """
 
 from __future__ import annotations
@@ -23,50 +22,49 @@ JOB_NAME = "job/name"
 """Key of the job's name: eight hexadecimal digits."""
 RANKS = "job/ranks"
 """Key of the number of ranks of the job."""
+STORE = "job/store"
+"""Key of the address, ``HOST:PORT``, of the store of torch's process groups."""
 TASK = "tasks/{}"
 """Key with which a process claims the number of a task (a supervisor under Slurm) that was started with the job."""
 LATE_TASK = "tasks/late/{}"
 """Key with which a process claims a number for a task that joins later, on a repaired or added node."""
 JOINED = "members/joined"
-"""Key that a member changes to signal that it has joined."""
-CARDS = "members/card/"
-"""Prefix of the keys under which members describe themselves (:data:`MEMBER`)."""
-MEMBER = CARDS + "{}/{}"
-"""Key of a member's :class:`MemberInfo`; the two placeholders are the member's number and its authentication tag."""
-ROSTER = "generation/{}/roster"
-"""Key of a generation's :class:`Roster`, without its entries by rank; a proposal until :data:`START` is ``go``."""
-SHARD = "generation/{}/roster/{}"
-"""Key of the :class:`Shard` of a roster that has the entries of some members; the placeholders are the generation and
-the shard's number."""
+"""Topic of the :class:`MemberInfo` with which a member joins."""
+GENERATION = "generation/{}/"
+"""Prefix of the topics of a generation."""
+ROSTER = "generation/roster"
+"""Key of the newest roster: its generation, and after a space the :class:`Roster` without its entries by rank. It is a
+proposal until the coordinator decides (:data:`START`)."""
+SHARD = "generation/roster/{}"
+"""Key of the newest :class:`Shard` with the entries of some members; the placeholder is the shard's number. The value
+is the generation, and after a space the shard."""
+SHARDS = "generation/shards"
+"""Key of the numbers of the shards with entries: the generation, and after a space the numbers with commas between."""
 MEMBERS_IN_SHARD = 64
 """Number of consecutive member numbers whose entries are in one shard.
 
-Each member reads one shard. So N members read O(N) bytes in all, and the coordinator writes N / 64 values.
+Each node reads the shards of its members. So N members read O(N) bytes in all, and the coordinator sets N / 64 values.
 """
 ACKNOWLEDGED = "generation/{}/acknowledged"
-"""Key that a member changes to signal that it has acknowledged the roster; its value under ``/MEMBER`` is empty."""
-START = "generation/{}/start"
-"""Key of the decision on a proposed roster: ``go`` when all its members have acknowledged it; ``superseded`` if a
-failure came first."""
+"""Topic of members that have acknowledged the roster; the reports are empty."""
+START = "generation/start"
+"""Key of the newest decision on a proposed roster: its generation, and after a space ``go`` when all its members have
+acknowledged it, or ``superseded`` if a failure came first."""
 LEFT = "generation/{}/left"
-"""Key that a survivor changes to signal that it has left the generation; its report (:meth:`Member.leave`) is under
-``/MEMBER``."""
+"""Topic of survivors that have left the generation (:meth:`Member.leave`)."""
 LEAVING = "generation/{}/leaving"
-"""Prefix of keys under which a member that takes long to leave a generation reports the phase that it has reached."""
+"""Topic of members that take long to leave a generation; a report is the phase that the member has reached."""
 FINISHED = "generation/{}/finished"
-"""Key that a member changes to signal that it has reached the end of training; its value under ``/MEMBER`` is empty."""
+"""Topic of members that have reached the end of training; the reports are empty."""
 GROUPS = "generation/{}/groups"
-"""Prefix of the keys of torch's process groups of a generation. These values are not signed, and have a prefix of their
-own: :attr:`SignedStore.of_groups`."""
-INTERRUPTED = "generation/{}/interrupted"
-"""Key of the interruption of a generation: the failed rank or ranks, and the kind of failure."""
+"""Prefix of the keys of torch's process groups of a generation, in the store that serves them alone."""
+INTERRUPTED = "generation/interrupted"
+"""Key of the newest interruption: the generation's number, and after a space the failed rank and the kind of failure.
+All generations before this one are over."""
 GIVEN_UP = "members/{}/given_up"
 """Key, by member, of the reason why the job goes on without it."""
 UNUSABLE_DEVICE = "members/unusable_device"
-"""Key that a member changes to signal that it has given its rank back; its :class:`UnusableDevice` is under
-``/MEMBER``."""
-NEWEST = "generation/newest"
-"""Key of the number of the newest generation; the value is -1 before the first roster is proposed."""
+"""Topic of members that give their rank back; a report is an :class:`UnusableDevice`."""
 ELASTIC = "job/elastic"
 """Key of the :class:`~moevement_core.rendezvous.resizing.Grid` of an elastic job."""
 BLOCKS = "job/blocks"
@@ -107,7 +105,7 @@ class MemberInfo:
     """Identities (UUIDs) of the devices that the member sees, in the order of their numbers; empty without a GPU."""
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -132,7 +130,7 @@ class UnusableDevice:
     """True if the device is broken, so that other processes cannot use it either."""
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -171,7 +169,7 @@ class Shard:
     devices: Mapping[int, int]
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -227,8 +225,6 @@ class Roster:
     """Nodes of each block in :attr:`split`, sorted and without duplicates."""
     world: int = 0
     """Number of ranks of the job."""
-    shards: tuple[int, ...] = ()
-    """Numbers of the shards that have entries, in ascending order."""
     placement: str = ""
     """Digest of the node and the device of every rank (:func:`digest_of`)."""
 
@@ -244,7 +240,7 @@ class Roster:
             for entries, own in ((shard.ranks, self.ranks), (shard.nodes, self.nodes), (shard.devices, self.devices)):
                 if rank in own:
                     entries[rank] = own[rank]  # type: ignore[index]
-        head = replace(self, ranks={}, nodes={}, devices={}, shards=tuple(sorted(shards)))
+        head = replace(self, ranks={}, nodes={}, devices={})
         return head, shards
 
     def joined(self, shards: Iterable[Shard]) -> Roster:
@@ -259,7 +255,7 @@ class Roster:
         return replace(self, ranks=ranks, nodes=nodes, devices=devices)
 
     def encode(self) -> str:
-        """Return this object as text for the job's store."""
+        """Return this object as text."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -289,5 +285,5 @@ def _decoded[T](text: str | bytes, kind: type[T]) -> T:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ExchangeError(
-            f"value in the job's store is no {kind.__name__}: {error}; all processes need the same version of moevement"
+            f"value of the job is no {kind.__name__}: {error}; all processes need the same version of moevement"
         ) from None

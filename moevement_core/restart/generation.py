@@ -28,7 +28,7 @@ class Regroup(Exception):
 
 
 class GenerationInterrupted(Exception):
-    """Exception of a rank that learns of an interruption from the job's store before its monitoring thread does."""
+    """Exception of a rank that learns of an interruption from the coordinator before its monitoring thread does."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Generation:
     guard: Guard | None = None
     """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
-    """Function for the main thread that asks the job's store if any rank was interrupted in this generation."""
+    """Function for the main thread that asks the coordinator if any rank was interrupted in this generation."""
 
     def abort(self) -> None:
         """Note that the abort of this generation begins now."""
@@ -101,10 +101,10 @@ def refuse_if_interrupted() -> None:
 
     A rank calls this after its last collective and before it uses the results. On NCCL, a collective that another rank
     has aborted may complete without an error, with a wrong finite number. A rank aborts its communication only after
-    the interruption is in the job's store. So a rank that reads the store after the collective finds the interruption
-    there, even if its own monitoring thread is late. On gloo, an aborted collective raises an error.
+    the coordinator knows of the interruption. So a rank that asks the coordinator after the collective learns of it
+    even if its own monitoring thread is late. On gloo, an aborted collective raises an error.
 
-    A call costs one request to the job's store; see docs/recovery_internals.md.
+    A call costs one request to the coordinator; see docs/recovery_internals.md.
 
     Raises:
         GenerationInterrupted: a rank was interrupted.

@@ -31,11 +31,13 @@ from moevement_core.comms.address import store_address
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.rendezvous.devices import identity
+from moevement_core.rendezvous.interruption import GenerationStore, is_interrupted
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GROUPS, MemberInfo, Roster, UnusableDevice
-from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints
+from moevement_core.rendezvous.store import connect_breakable, endpoints
+from moevement_core.rendezvous.value_client import connect
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.connections import listening
@@ -183,10 +185,12 @@ class _Restarts:
         assert address is not None
         self._training = training
         self._address = address
-        self._store = connect(address)
+        self._values = connect()
+        self._watching = connect()
+        """Client for the threads that watch this rank, one after the other."""
         self._endpoints = endpoints(address)
         self._info = _introduction(training.watching.devices)
-        self._member = Member(self._store, self._info, reads_all=training.grid is not None)
+        self._member = Member(self._values, self._info, reads_all=training.grid is not None)
         self._health: DeviceHealth | None = None
         """Health of the device of this rank; None on CPUs, and for a spare."""
         self._reason = ""
@@ -203,10 +207,10 @@ class _Restarts:
         gc.collect()
         gc.freeze()
         if (grid := self._training.grid) is not None:
-            self._store.set(ELASTIC, grid.encode())
+            self._values.set(ELASTIC, grid.encode())
         if blocks := self._training.blocks:
-            self._store.set(BLOCKS, ",".join(map(str, blocks)))
-        join_with_same_code(self._store)
+            self._values.set(BLOCKS, ",".join(map(str, blocks)))
+        join_with_same_code(self._values)
         self._member.join()
         while True:
             try:
@@ -290,7 +294,7 @@ class _Restarts:
         self._reason, self._suspects = "", ()
         groups_store, group_connections = connect_breakable(self._address)
 
-        signals = GenerationStore(connect(self._address), now.roster.generation)
+        signals = GenerationStore(now.roster.generation, self._watching, connect)
         now.leaving = Leaving(watching.hang_s * QUIET, lambda phase: signals.report_leaving(self._member.number, phase))
 
         def begin_to_abort() -> None:
@@ -344,7 +348,7 @@ class _Restarts:
             return ended
 
         now.guard = guard
-        now.is_interrupted = GenerationStore(self._store, now.roster.generation).is_interrupted
+        now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
         try:
             ended = guard.run(body)
             if ended is Outcome.INTERRUPTED and guard.hang is not None:

@@ -8,22 +8,20 @@ Megatron's injector offers neither.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moevement_core import log
-from moevement_core.comms.address import store_address
 from moevement_core.comms.transport import Transport
 from moevement_core.errors import InjectedFault
-from moevement_core.rendezvous.store import connect
+from moevement_core.rendezvous.value_client import connect, is_first_to_claim, supervisor_address
 from moevement_core.restart.faults import Fault, Phase, Signal, poisson_times, removals
 from moevement_core.restart.generation import Generation, generation
 
@@ -44,8 +42,6 @@ class Injector:
     def __init__(self, faults: Iterable[Fault], committed: Callable[[], int] = lambda: 0) -> None:
         self._faults = list(enumerate(faults))
         self._committed = committed
-        address = store_address()
-        self._store = connect(address) if address is not None and self._faults else None
 
     def at(self, phase: Phase, iteration: int | None) -> None:
         """Inject the faults that are due in ``phase`` of ``iteration``; this rank may not survive the call.
@@ -61,14 +57,9 @@ class Injector:
                 fault.phase is phase
                 and fault.rank == int(os.environ.get("RANK", "-1"))
                 and _is_due(fault, iteration)
-                and self._is_first(number)
+                and is_first_to_claim(_INJECTED.format(number))
             ):
                 strike(fault, f"iteration {iteration}")
-
-    def _is_first(self, number: int) -> bool:
-        """Claim a fault in the job's store; return False if an earlier process with this rank has claimed it."""
-        own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-        return self._store is None or self._store.claim(_INJECTED.format(number), own_claim) == own_claim
 
 
 def _is_due(fault: Fault, iteration: int | None) -> bool:
@@ -196,10 +187,10 @@ def start_clock(mtbf_s: float | None, seed: int, trace: Path | None, speedup: fl
 
 def _job_began() -> float:
     """Return the time at which the job began, in seconds since the epoch, the same in all its processes."""
-    address = store_address()
-    if address is None:
+    if supervisor_address() is None:
         return time.time()
-    return float(connect(address).claim(_BEGAN, str(time.time())))
+    with closing(connect()) as values:
+        return float(values.claim(_BEGAN, str(time.time())))
 
 
 def _kill_after(seconds: float, rank: int, armed_in: Generation | None) -> None:

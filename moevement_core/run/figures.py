@@ -88,9 +88,9 @@ RANKS = Figure(
     is_in_tensorboard=False,
 )  # fmt: skip
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
-REJECTED = Figure(
-    "rejected_values", "values", "Values in the job's store that no process of the job had written; the job ignored "
-    "them (docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
+REFUSED = Figure(
+    "refused_connections", "connections", "Connections to the coordinator whose callers lacked the job's token "
+    "(docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
 )  # fmt: skip
 
 OF_TRAINING = (
@@ -185,7 +185,7 @@ OF_CHECKPOINTS = (
     ),
 )  # fmt: skip
 OF_JOB = (EFFECTIVE, RANKS, NODES, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
-          WARNINGS, REJECTED)  # fmt: skip
+          WARNINGS, REFUSED)  # fmt: skip
 FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
 WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed")
 

@@ -114,11 +114,11 @@ def job_complaint(job: Any) -> str | None:
     return None
 
 
-def rejected_values_complaint(rejected: Any) -> str | None:
-    """Return a description of the error in ``rejected_values.json``; None if it is valid."""
-    values = rejected.get("values") if isinstance(rejected, dict) else None
-    if not isinstance(values, int) or not _is_whole(values) or values < 0:
-        return f"{_shown(rejected)} is no count; the file was damaged after writing"
+def refused_connections_complaint(refused: Any) -> str | None:
+    """Return a description of the error in ``refused_connections.json``; None if it is valid."""
+    count = refused.get("connections") if isinstance(refused, dict) else None
+    if not isinstance(count, int) or not _is_whole(count) or count < 0:
+        return f"{_shown(refused)} is no count; the file was damaged after writing"
     return None
 
 

@@ -6,7 +6,7 @@
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``job.json``          command, versions and hardware of the newest job, and its end (``job_entry.py``)
 ``ranks.json``        rank, pid, host and role of every process
-``rejected_values.json``    number of values in the job's store that no process of the job wrote; missing while it is 0
+``refused_connections.json``  number of connections whose callers lacked the job's token; missing while it is 0
 ``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, if the launcher collects it
@@ -62,7 +62,7 @@ class RunRecord:
         self.events_path = folder / "events.jsonl"
         self.job_path = folder / "job.json"
         self.ranks_path = folder / "ranks.json"
-        self.rejected_values_path = folder / "rejected_values.json"
+        self.refused_connections_path = folder / "refused_connections.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
         """Values of the run's metrics, from lines and events that :meth:`begin` found or this process has written."""
@@ -159,11 +159,11 @@ class RunRecord:
         known = {field.name for field in dataclasses.fields(JobEntry)} & entry.keys()
         return JobEntry(**{name: entry[name] for name in known})
 
-    def write_rejected_values(self, values: int) -> None:
-        """Replace the file ``rejected_values.json``."""
+    def write_refused_connections(self, count: int) -> None:
+        """Replace the file ``refused_connections.json``."""
         self._try(
-            self.rejected_values_path,
-            lambda: _replace(self.rejected_values_path, json.dumps({"values": values}) + "\n"),
+            self.refused_connections_path,
+            lambda: _replace(self.refused_connections_path, json.dumps({"connections": count}) + "\n"),
         )
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:

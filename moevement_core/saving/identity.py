@@ -8,13 +8,13 @@ its own. Windows on disk carry the name of the start that wrote them.
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 
-from moevement_core.comms.address import store_address
 from moevement_core.comms.exchange import from_rank_zero
 from moevement_core.rendezvous.roster import JOB_NAME
-from moevement_core.rendezvous.store import connect
+from moevement_core.rendezvous.value_client import connect, is_first_to_claim, supervisor_address
 
 _START = "job/starts/{}"
 
@@ -44,29 +44,30 @@ def agree_on_names() -> JobNames:
 
 
 def _names() -> JobNames:
-    if (name := job_name()) is None or (address := store_address()) is None:
-        return JobNames(*(_new_name(),) * 2)  # without a store, a job ends with its first failure: it has one start
-    store, claimant = connect(address), uuid.uuid4().hex
-    before = next(number for number in count() if store.claim(_START.format(number), claimant) == claimant)
+    if (name := job_name()) is None:
+        return JobNames(*(_new_name(),) * 2)  # Without a supervisor, a job ends with its first failure.
+    before = next(number for number in count() if is_first_to_claim(_START.format(number)))
     return JobNames(name, f"{name}.{before}" if before else name)
 
 
 def job_name() -> str | None:
-    """Return the job's name from the launcher's store; None without a store. Any process may call it at any time."""
-    if (address := store_address()) is None:
+    """Return the job's name; None in a process without a supervisor. Any process may call it at any time."""
+    if supervisor_address() is None:
         return None
-    return connect(address).claim(JOB_NAME, _new_name())  # the first process that asks sets the name
+    with closing(connect()) as values:
+        return values.claim(JOB_NAME, _new_name())  # The first process that asks sets the name.
 
 
 def remember(key: str, value: str) -> str:
-    """Store ``value`` for ``key`` in the job's store, unless a process has done so before, and return the stored value.
+    """Set ``key`` among the job's values to ``value``, unless a process has done so before, and return the value.
 
-    Any process may call it at any time. Without a store the function returns ``value``: such a job ends with its first
-    failure, so no later process asks.
+    Any process may call it at any time. Without a supervisor the function returns ``value``: such a job ends with its
+    first failure, so no later process asks.
     """
-    if (address := store_address()) is None:
+    if supervisor_address() is None:
         return value
-    return connect(address).claim(key, value)
+    with closing(connect()) as values:
+        return values.claim(key, value)
 
 
 def _new_name() -> str:

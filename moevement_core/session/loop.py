@@ -28,7 +28,7 @@ from moevement_core.comms.address import store_address
 from moevement_core.device import visible_devices
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
-from moevement_core.rendezvous.store import connect_plain
+from moevement_core.rendezvous.store import connect_store
 from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.faults import Phase
@@ -86,7 +86,7 @@ def train(
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
-    return training.enter(connect_plain(address) if address is not None else None)
+    return training.enter(connect_store(address) if address is not None else None)
 
 
 def iterations(session: Session, until: int) -> Iterator[int]:

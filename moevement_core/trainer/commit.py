@@ -9,7 +9,7 @@ When a rank makes an update, every rank has already finished all reductions of t
 before its update can therefore make the update later from its own reduced gradients (:meth:`Commit.follow`).
 
 After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. Between 1 and 2, a
-rank therefore asks the job's store if the generation was interrupted. If it was, the rank makes no update
+rank therefore asks the coordinator if the generation was interrupted. If it was, the rank makes no update
 (:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
 """
 

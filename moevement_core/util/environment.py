@@ -6,7 +6,11 @@ This module imports nothing, so that every other module can import it.
 from __future__ import annotations
 
 STORE_ENV = "MOEVEMENT_STORE"
-"""Address of the job's store, ``host:port``; unset if ranks meet at MASTER_ADDR and MASTER_PORT."""
+"""Address, ``host:port``, at which a process meets the others of its job. In a supervisor's environment it is that of
+the coordinator. In a rank's it is that of the store of torch's process groups; unset if ranks meet at MASTER_ADDR and
+MASTER_PORT."""
+SUPERVISOR_ENV = "MOEVEMENT_SUPERVISOR"
+"""Address of the Unix socket of this process's supervisor, through which the process reaches the coordinator."""
 MEMBER_ENV = "MOEVEMENT_MEMBER"
 """Number of this process among all members of the job (ranks and spares). Unset in a job without spares, which ends at
 the first failure."""

@@ -18,7 +18,7 @@ from tests.bad_input.command import Needs, Reason
 
 Change = Callable[[RunRecord], None]
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
-RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "rejected_values.json", "config.yaml", "job.json"
+RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "refused_connections.json", "config.yaml", "job.json"
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ DAMAGES = (
     Damage("job of text", JOB, changed_json(JOB, ranks="4"), ["ranks", "'4'"]),
     Damage("job without code", JOB, changed_json(JOB, code=None), ["code"]),
     Damage("strangers list", STRANGERS, content(STRANGERS, b"[1]"), ["[1]", "no count"]),
-    Damage("strangers cut", STRANGERS, content(STRANGERS, b'{"val'), ["column 2"]),
-    Damage("strangers text", STRANGERS, content(STRANGERS, b'{"values": "1"}'), ["'values'", "'1'"]),
+    Damage("strangers cut", STRANGERS, content(STRANGERS, b'{"con'), ["column 2"]),
+    Damage("strangers text", STRANGERS, content(STRANGERS, b'{"connections": "1"}'), ["'connections'", "'1'"]),
     Damage("config pipe", CONFIG, pipe(CONFIG), ["pipe"]),
     Damage("config no text", CONFIG, content(CONFIG, NO_TEXT), ["YAML", "0x80"]),
     Damage("config list", CONFIG, content(CONFIG, b"[1]"), ["list"]),

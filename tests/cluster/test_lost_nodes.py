@@ -133,6 +133,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
     overrides = FLAGS | {"moe_ffn_hidden_size": 384}  # much to snapshot, little to train with
     training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **overrides)
     training.wait_for_iteration(6)
+    training.wait_for_spares(2)  # The job begins without them.
     cluster.kill_node("n3")
     cluster.slow_link("n2", 4.0)
 

@@ -18,7 +18,7 @@ import time
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from moevement_core.rendezvous.store import GenerationStore
+from moevement_core.rendezvous.interruption import GenerationStore
 
 sys.argv[0] = {script!r}
 source = open({script!r}).read()

@@ -1,12 +1,13 @@
 """Unauthenticated peer that attacks a job: it reaches the job's sockets without a token. A seed determines its attacks.
 
-By agreement the peer leaves the keys of torch's own process groups alone, because nobody can sign what torch writes
-there (docs/security.md).
+By agreement the peer leaves the keys of torch's process groups alone, because nobody can sign what torch writes there
+(docs/security.md).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import struct
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,6 +41,17 @@ def listeners(root: int) -> dict[int, set[tuple[str, int]]]:
     return addresses
 
 
+def relays(root: int) -> list[str]:
+    """Return the addresses of the Unix sockets without files that a process listens at; ``@`` stands for zero."""
+    inodes = set()
+    with suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{root}/fd"):
+            with suppress(OSError):
+                inodes.add(os.readlink(f"/proc/{root}/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [words[7] for words in lines if len(words) == 8 and words[6] in inodes and words[7].startswith("@")]
+
+
 class Stranger:
     """Peer without a token that attacks a job on this host during a ``with`` block.
 
@@ -57,7 +70,6 @@ class Stranger:
         """Addresses at which the job has listened so far."""
         self.failure = ""
         """Error of this class itself; empty if there was none."""
-        self._recorded: list[tuple[str, bytes]] = []
         self._held: list[socket.socket] = []
 
     def __enter__(self) -> Stranger:
@@ -92,69 +104,62 @@ class Stranger:
                     self._at_store(store)
                 except (dist.DistError, RuntimeError, ValueError):
                     store = None  # this connection broke, or the job has ended
+                for address in relays(self._root):
+                    if self._random.random() < 0.05:
+                        self._at_relay(address)
                 for port in ports + others:
                     if self._random.random() < 0.05:
                         self._at_socket(port)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
 
-    # The store
+    # The store of process groups
 
     def _at_store(self, store: Any) -> None:
         draw = self._random
-        keys = [key for key in store.list_keys() if GROUPS not in key]
-        if not keys:
-            return
-        key = draw.choice(keys)
-        value = bytes(store.compare_set(key, "?", "?"))  # does not block
-        self._recorded.append((key, value))
-        del self._recorded[:-500]
-        prefix = "/".join(key.split("/")[:2])
-        match kind := draw.choice(
-            ("garbage", "edit", "cut", "replay", "move", "delete", "forge", "append", "add", "huge")
-        ):
+        prefix = next((key.partition(GROUPS)[0] for key in store.list_keys() if GROUPS in key), "moevement/none")
+        name = draw.choice(("stop", "generation/roster", "generation/interrupted", "members/joined/0", "x" * 400))
+        key = f"{draw.choice((prefix, 'moevement', 'stranger'))}/{name}"
+        match kind := draw.choice(("garbage", "delete", "append", "add", "huge", "forge")):
             case "garbage":
                 store.set(key, draw.randbytes(draw.randrange(200)))
-            case "edit":
-                store.set(key, _edited(value, draw))
-            case "cut":
-                store.set(key, value[: draw.randrange(len(value) + 1)])
-            case "replay":
-                store.set(*draw.choice(self._recorded))
-            case "move":
-                store.set(key, draw.choice(self._recorded)[1])
             case "delete":
                 store.delete_key(key)
-            case "forge":
-                self._forge(store, prefix)
             case "append":
                 store.append(key, draw.choice(("x", "0", ",1:TERMINATED")))
             case "add":
-                store.add(f"{prefix}/{draw.choice(('members/joined', 'bell', 'generation/0/left'))}", 10**9)
+                store.delete_key(f"{key}/number")
+                store.add(f"{key}/number", 10**9)
             case "huge":
                 store.set(key, b"\0" * (1 << 20))
+            case "forge":
+                store.set(key, json.dumps({"member": draw.choice((0, 1, 99, 10**18)), "pid": 1, "node": "n"}))
         self.done[kind] += 1
 
-    def _forge(self, store: Any, prefix: str) -> None:
-        draw, member = self._random, self._random.choice((0, 1, 2, 3, 99, 10**18))
-        card = {"member": member, "pid": 1, "host": "h", "node": "n"}
-        generation = draw.randrange(4)
-        key, value = draw.choice((
-            (f"members/card/{member}", json.dumps(card)),
-            (f"members/card/{'9' * 400}", json.dumps(card)),
-                (f"members/card/{draw.randrange(100)}/{draw.randbytes(16).hex()}", json.dumps(card)),
-            ("members/card/x", "x"),
-            (f"members/{member}/given_up", "is gone"),
-            ("stop", "because I say so"),
-            ("generation/newest", str(10**9)),
-            (f"generation/{generation}/interrupted", f"{member}:TERMINATED"),
-            (f"generation/{generation}/start", "go"),
-            (f"generation/{generation}/finished/{member}", ""),
-            (f"generation/{generation}/left/{member}", "{"),
-            ("job/elastic", "{}"),
-            ("job/name", "mine"),
-        ))  # fmt: skip
-        store.set(f"{prefix}/{key}", "0" * draw.choice((0, 64)) + value)
+    # The Unix socket of the supervisor
+
+    def _at_relay(self, address: str) -> None:
+        """Send a request without a proof of the token, or a line that this peer has received before."""
+        draw = self._random
+        request = ["claim", "set", "raise", "report", "read", "watch", "drop"]
+        key = draw.choice(("stop", "generation/interrupted", "generation/start", "members/joined/0", "job/name"))
+        asks = [[draw.randrange(9), draw.choice(request), key, draw.choice(("9 0:TERMINATED", "9 go", "{", None))]]
+        line = json.dumps({"asks": asks}).encode()
+        with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+            connection.settimeout(1)
+            connection.connect(address.replace("@", "\0", 1))
+            nonce = connection.recv(100)
+            kind = draw.choice(("unsigned", "signed", "reflected", "cut"))
+            match kind:
+                case "unsigned":
+                    connection.sendall(line + b"\n")
+                case "signed":
+                    connection.sendall(draw.randbytes(48).hex().encode() + b"\n" + b"0" * 64 + line + b"\n")
+                case "reflected":
+                    connection.sendall(nonce + b"0" * 64 + line + b"\n")
+                case "cut":
+                    connection.sendall(nonce[: draw.randrange(30)])
+            self.done[f"relay {kind}"] += 1
 
     # Sockets
 
@@ -190,9 +195,3 @@ def _client(port: int) -> Any:
     with suppress(dist.DistError, RuntimeError):
         return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
     return None
-
-
-def _edited(value: bytes, draw: random.Random) -> bytes:
-    data = bytearray(value or b"x")
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    return bytes(data)

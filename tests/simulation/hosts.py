@@ -7,26 +7,23 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from moevement_core.comms.token import Token
 from moevement_core.launching.supervise import Task as SupervisorTask
-from moevement_core.launching.supervise import _Task, claim
+from moevement_core.launching.supervise import _Task, answer_of, claim
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import LeaseServer
+from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.roster import STOP
-from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
+from moevement_core.rendezvous.values import Values
 from tests.simulation.network import COORDINATOR, Listener
-from tests.simulation.rank import NOTICED_S, RankProcess
+from tests.simulation.rank import TOKEN, RankProcess
 from tests.simulation.scenario import Scenario
-from tests.simulation.store import Store, StoreClient
 from tests.simulation.world import Process, World
 
 PORT = 1
 RESTART_S = 2.0
 """Seconds from the end of a supervisor to the start of the next one."""
-
-TOKEN = Token("of a job that is simulated" * 2)
 
 
 class Child:
@@ -111,10 +108,11 @@ class Host:
 
     def _supervise(self, process: Process) -> None:
         job, scenario = self.job, self.job.scenario
-        client = SignedStore(StoreClient(job.values, job.world.network, process, scenario.slow_store_s), TOKEN)
-        task = claim(client, SupervisorTask(self.number, scenario.nodes, scenario.processes))
-        lease = LeaseClient(task.name, (COORDINATOR, PORT), scenario.lease_s, TOKEN)
-        running = _Task(task, lease, partial(self._start_rank, process))
+        lease = LeaseClient("", (COORDINATOR, PORT), scenario.lease_s, TOKEN)
+        task = claim(partial(answer_of, lease), SupervisorTask(self.number, scenario.nodes, scenario.processes))
+        lease.name = task.name
+        listener: Any = Listener(job.world.network, process, process)
+        running = _Task(task, lease, partial(self._start_rank, process), Relay(TOKEN, lease, listener))
         try:
             running.run(SimpleNamespace(check=lambda: None, asked_by=None))  # type: ignore[arg-type]
         finally:
@@ -124,7 +122,7 @@ class Host:
 
     def _start_rank(self, supervisor: Process, member: int, variables: dict[str, str]) -> Child:
         job = self.job
-        process = RankProcess(job.world, self.name, member, job.scenario, job.interrupt)
+        process = RankProcess(job.world, self.name, member, job.scenario, supervisor)
         process.environment.update(variables, MOEVEMENT_NODE=self.name)
         process.page = StatusPage(variables[PAGE_ENV])
         process.code = -9  # type: ignore[attr-defined]
@@ -132,11 +130,10 @@ class Host:
         job.members[member] = process
         child = Child(process)
         scenario = job.scenario
-        client = SignedStore(StoreClient(job.values, job.world.network, process, scenario.slow_store_s), TOKEN)
 
         def main() -> None:
             job.world.sleep(job.world.rng.uniform(0.05, scenario.start_s))
-            process.code = process.main(client)  # type: ignore[attr-defined]
+            process.code = process.main()  # type: ignore[attr-defined]
             process.end()
 
         job.world.start(process, main, process.name)
@@ -161,7 +158,7 @@ class Host:
 
 
 class Job:
-    """Simulated job: its coordinator, its store and its nodes.
+    """Simulated job: its coordinator and its nodes.
 
     Args:
         world: simulation that runs the job.
@@ -170,20 +167,19 @@ class Job:
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world, self.scenario = world, scenario
-        self.values = Store()
-        self.store = SignedStore(self.values, TOKEN)
+        self.values = Values()
         self.members: dict[int, RankProcess] = {}
         self.process = Process(world, COORDINATOR, "coordinator")
         self.coordinator = Coordinator(
-            self.store, scenario.shape.ranks, scenario.spare_timeout_s, lambda text: world.say(f"coordinator: {text}"),
-            interrupt=self.interrupt, lease_s=scenario.lease_s, clock=lambda: world.now,
+            self.values, scenario.shape.ranks, scenario.spare_timeout_s, lambda text: world.say(f"coordinator: {text}"),
+            groups=SimpleNamespace(list_keys=list), lease_s=scenario.lease_s, clock=lambda: world.now,
         )  # fmt: skip
         self.started = -1
         """Newest generation whose ranks have entered training."""
         self.reason: str | None = None
         self.requests: list[str] = []
         listener: Any = Listener(world.network, self.process, PORT)
-        self.server = LeaseServer(listener, self.coordinator, TOKEN, self._take_request)
+        self.server = LeaseServer(listener, self.coordinator, TOKEN, self._take_request, self.values)
         world.start(self.process, self._coordinate, "coordinator")
         self.hosts = [Host(self, number) for number in range(scenario.nodes)]
 
@@ -197,11 +193,6 @@ class Job:
         """True if the job is over and all supervisors have ended."""
         return self.is_over and not any(host.supervisor is not None and host.supervisor.is_alive for host in self.hosts)
 
-    def interrupt(self, generation: int, rank: int) -> None:
-        """Interrupt all ranks of a generation; each notices it at its own time."""
-        for process in list(self.members.values()):
-            self.world.after(self.world.rng.uniform(0.01, NOTICED_S), partial(process.notice, generation))
-
     def _take_request(self, kind: str, why: str, code: int) -> None:
         self.requests.append(f"{kind}: {why}")
         if kind == "stop" and not self.is_over:
@@ -212,6 +203,8 @@ class Job:
         deaths, coordinator = 0, self.coordinator
         while not self.is_over:
             self.server.poll(self.world.rng.uniform(0.05, 0.15), self._answer())
+            if self.scenario.slow_answers_s:
+                self.world.sleep(self.world.rng.uniform(0.0, self.scenario.slow_answers_s))
             coordinator.step()
             for death in coordinator.deaths[deaths:]:
                 self.world.say(f"coordinator: member {death.member} (rank {death.rank}) {death.how}")
@@ -219,14 +212,13 @@ class Job:
             if coordinator.state is State.RUNNING and coordinator.roster.generation != self.started:
                 self.started = coordinator.roster.generation
                 self.world.say(f"coordinator: generation {self.started} is formed: {dict(coordinator.roster.ranks)}")
-        self.reason = self.store.get(STOP).decode()
+        self.reason = self.values.read(STOP) or ""
         self.world.say(f"coordinator: {coordinator.state.value} {self.reason}")
         while True:
             self.server.poll(0.25, self._answer())
-            self.store.keep_written()
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = {"generation": self.started, "wind_down": False}
         if self.is_over:
-            answer["stop"] = {"reason": self.store.get(STOP).decode(), "code": 0}
+            answer["stop"] = {"reason": self.values.read(STOP) or "", "code": 0}
         return answer

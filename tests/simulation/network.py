@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,9 @@ class Network:
         self.healed = Waiting()
         self._last: dict[Any, float] = {}
         self._held: list[tuple[str, str, Callable[[], None], Any]] = []
-        self.listeners: dict[int, Listener] = {}
+        self.listeners: dict[Any, Listener] = {}
+        self.arrivals: defaultdict[Process, Waiting] = defaultdict(Waiting)
+        """Tasks of each process that wait until something arrives at any of its sockets."""
         self.connections: list[Connections] = []
         """Connections of ranks; the index is the port."""
 
@@ -142,8 +144,12 @@ class Socket:
             raise ConnectionResetError("closed by the other side")
         assert self.other is not None
         other, whole = self.other, bytes(data)
-        self.network.deliver(self.process.node, other.process.node, lambda: other.inbox.append(whole), self)
+        self.network.deliver(self.process.node, other.process.node, lambda: other._take(whole), self)
         return len(whole)
+
+    def _take(self, data: bytes) -> None:
+        self.inbox.append(data)
+        self.network.arrivals[self.process].wake_all()
 
     def close(self) -> None:
         if not self.is_closed:
@@ -162,6 +168,7 @@ class Socket:
 
     def _break(self) -> None:
         self.is_broken = True
+        self.network.arrivals[self.process].wake_all()
 
     @property
     def is_ready(self) -> bool:
@@ -169,12 +176,24 @@ class Socket:
 
 
 class Listener:
-    """Listening socket of a simulated process."""
+    """Listening socket of a simulated process.
 
-    def __init__(self, network: Network, process: Process, port: int) -> None:
+    Args:
+        network: network that leads to the socket.
+        process: process that listens.
+        port: port, or name of a Unix socket.
+    """
+
+    def __init__(self, network: Network, process: Process, port: Any) -> None:
         self.network, self.process, self.port = network, process, port
         self.waiting: deque[Socket] = deque()
         network.listeners[port] = self
+        process.on_end.append(lambda _: self.close())
+
+    def take(self, connection: Socket) -> None:
+        """Add a connection that a process has made."""
+        self.waiting.append(connection)
+        self.network.arrivals[self.process].wake_all()
 
     def setblocking(self, _: bool) -> None:
         pass
@@ -192,6 +211,20 @@ class Listener:
         return bool(self.waiting)
 
 
+def connected(network: Network, process: Process, port: Any) -> Socket:
+    """Return a new connection of a process to a listener.
+
+    Raises:
+        ConnectionRefusedError: no process listens there.
+    """
+    if (listener := network.listeners.get(port)) is None:
+        raise ConnectionRefusedError
+    here, there = Socket(network, process), Socket(network, listener.process)
+    here.other, there.other = there, here
+    network.deliver(process.node, listener.process.node, lambda: listener.take(there), here)
+    return here
+
+
 def sockets(network: Network) -> SimpleNamespace:
     """Return a stand-in for the module ``socket``, for the lease client."""
 
@@ -201,19 +234,13 @@ def sockets(network: Network) -> SimpleNamespace:
             world().sleep(timeout or 60.0)
             raise TimeoutError("timed out")
         world().sleep(network.delay_s(task.process.node, COORDINATOR))
-        listener = network.listeners.get(address[1])
-        if listener is None:
-            raise ConnectionRefusedError
-        here, there = Socket(network, task.process), Socket(network, listener.process)
-        here.other, there.other = there, here
-        network.deliver(task.process.node, COORDINATOR, lambda: listener.waiting.append(there), here)
-        return here
+        return connected(network, task.process, address[1])
 
     return SimpleNamespace(**{**vars(socket), "create_connection": create_connection})
 
 
 class Selector:
-    """Stand-in for the selector of the lease server."""
+    """Stand-in for the selector of a server or a client of signed lines."""
 
     def __init__(self) -> None:
         self._registered: dict[Any, Any] = {}
@@ -225,10 +252,10 @@ class Selector:
         del self._registered[fileobj]
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        if not (ready := self._ready()) and timeout:
-            world().sleep(timeout)
-            ready = self._ready()
-        return ready
+        process = world().current().process
+        if timeout:
+            process.world.network.arrivals[process].until(self._ready, timeout)
+        return self._ready()
 
     def _ready(self) -> list[tuple[Any, int]]:
         return [(key, key.events) for key in self._registered.values() if key.fileobj.is_ready]

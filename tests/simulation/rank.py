@@ -7,23 +7,31 @@ thread and its asynchronous exception) and the start of a process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+
+from moevement_core.comms.token import Token
 from moevement_core.errors import JobStopped
+from moevement_core.rendezvous.interruption import GenerationStore, is_interrupted
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import BLOCKS, MemberInfo
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.value_client import ValueClient
 from moevement_core.restart import generation as generations
 from moevement_core.restart.generation import Regroup, enter_generation, is_fault_of_others
 from moevement_core.session.loop import _Loop, iterations
 from moevement_core.session.session import Session
 from tests.simulation.modules import world
+from tests.simulation.network import connected
 from tests.simulation.scenario import Scenario
 from tests.simulation.trainer import Trainer
 from tests.simulation.world import Process, World
 
+TOKEN = Token("of a job that is simulated" * 2)
 NOTICED_S = 0.5
 """Longest time until a rank notices that its generation is interrupted, in seconds."""
 ABORT_S = 0.3
@@ -84,12 +92,23 @@ class Training(_Loop):
         super()._forget()
 
 
+class _Client(ValueClient):
+    """Client of the job's values over the simulated network of a node."""
+
+    def __init__(self, process: RankProcess) -> None:
+        super().__init__("", TOKEN)
+        self._process = process
+
+    def _connected(self) -> Any:
+        return connected(self._process.world.network, self._process, self._process.supervisor)
+
+
 class RankProcess(Process):
     """Simulated process of a rank or a spare."""
 
-    def __init__(self, simulation: World, node: str, member: int, scenario: Scenario, interrupt: Any) -> None:
+    def __init__(self, simulation: World, node: str, member: int, scenario: Scenario, supervisor: Process) -> None:
         super().__init__(simulation, node, f"member {member}")
-        self.member, self.scenario, self.interrupt_all = member, scenario, interrupt
+        self.member, self.scenario, self.supervisor = member, scenario, supervisor
         self.training: Any = None
         self.committed = 0
         """Newest iteration that the rank has committed."""
@@ -101,8 +120,14 @@ class RankProcess(Process):
         if self.inside is not None and is_heard:
             self.world.exchanges.leave(self.inside, self.rank)
 
-    def main(self, client: SignedStore) -> int:
+    def connect(self) -> ValueClient:
+        """Return a new client of the job's values."""
+        return _Client(self)
+
+    def main(self) -> int:
         """Run the process to its end; return its exit code."""
+        client = self.values = self.connect()
+        self.watching = self.connect()
         info = MemberInfo(self.member, 1000 + self.member, self.node, self.node)
         member = Member(client, info)
         scenario = self.scenario
@@ -147,6 +172,9 @@ class RankProcess(Process):
         self.connections.clear()
         self.job_group = None
         self.inside = roster.generation
+        self.generation.is_interrupted = lambda: is_interrupted(self.values, roster.generation)
+        self.signals = GenerationStore(roster.generation, self.watching, self.connect)
+        self.world.start(self, partial(self._watch, self.signals, roster.generation), "monitor")
         self.world.say(f"{self.name} enters generation {roster.generation} as rank {rank}")
         self.world.checks.enters(self)
 
@@ -168,7 +196,7 @@ class RankProcess(Process):
                     reason = f"rank {self.rank}: {type(error).__name__}: {error}"
                     self.world.say(f"{self.name} failed: {reason}")
                     self.world.checks.failed(self, error)
-                self.interrupt_all(self.generation.roster.generation, self.rank)
+                self.signals.record_interrupted([InterruptionRecord(self.rank, Interruption.EXCEPTION)])
                 world().sleep(600.0)
                 raise AssertionError("never interrupted") from error
         except Interrupted:
@@ -177,13 +205,17 @@ class RankProcess(Process):
             self.inside = None
             self.generation.guard = None
 
-    def notice(self, generation: int) -> None:
-        """Interrupt the rank if it is in ``generation``, as its monitoring thread would."""
-        if not self.is_alive or self.inside != generation:
-            return
-        if self.is_stopped or not self.world.network.reaches(self.node, "coordinator"):
-            self.world.after(0.3, partial(self.notice, generation))
-            return
+    def _watch(self, signals: GenerationStore, generation: int) -> None:
+        """Interrupt the rank when its generation is interrupted, as its monitoring thread would."""
+        while self.inside == generation:
+            with suppress(dist.DistStoreError):
+                signals.wait_for_interrupted(timedelta(seconds=NOTICED_S))
+                self.world.sleep(self.world.rng.uniform(0.01, NOTICED_S))
+                if self.inside == generation:
+                    self._interrupt(generation)
+                break
+
+    def _interrupt(self, generation: int) -> None:
         now = self.generation
         assert now is not None
         if now.aborting:

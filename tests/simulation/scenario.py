@@ -67,7 +67,8 @@ class Scenario:
     drop: float
     beside_s: float
     """Longest additional delay of a message that a channel sends, in seconds. It holds for all nodes at all times."""
-    slow_store_s: float
+    slow_answers_s: float
+    """Longest pause of the coordinator between two looks at its connections, in seconds."""
     start_s: float
     """Longest time that a process takes to start, in seconds."""
     faults: tuple[Fault, ...]

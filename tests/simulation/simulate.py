@@ -11,14 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moevement_core import log
-from moevement_core.comms import exchange
+from moevement_core.comms import exchange, signed_server
 from moevement_core.comms.tree import TreeGroup
 from moevement_core.launching import supervisor
 from moevement_core.recovery import boundary_log
-from moevement_core.rendezvous import lease_client, lease_server, signed_store
+from moevement_core.rendezvous import lease_client, value_client
 from moevement_core.replication import config as replication_config
 from moevement_core.replication import receiver, sender
 from moevement_core.saving import saving, window_start
@@ -32,7 +31,6 @@ from tests.simulation.hosts import Job, NoOrphans, end_all
 from tests.simulation.modules import running, simulated_modules, world
 from tests.simulation.network import SELECTORS, Connections, Network, sockets
 from tests.simulation.scenario import Fault, Kind, Scenario, draw
-from tests.simulation.store import Prefixed
 from tests.simulation.world import Stuck, World
 
 MOST_S = 600.0
@@ -127,9 +125,8 @@ def stand_ins() -> Iterator[None]:
     simulated_os = SimpleNamespace(environ=_Environment(), getpid=lambda: 1)
     replaced: list[tuple[Any, str, Any]] = [
         (lease_client, "socket", _Socket()),
-        (signed_store, "dist", SimpleNamespace(PrefixStore=Prefixed, DistStoreError=dist.DistStoreError)),
         *((module, "job_group", job_group) for module in (exchange, topology)),
-        (lease_server, "selectors", SELECTORS),
+        *((module, "selectors", SELECTORS) for module in (signed_server, value_client)),
         (supervisor, "end_all", end_all),
         (supervisor, "Orphans", NoOrphans),
         (replication_config, "os", simulated_os),

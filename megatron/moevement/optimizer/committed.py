@@ -5,8 +5,8 @@ gathers. The replacement orders them:
 
 1. All reductions come first, and a restart may interrupt them. The rank copies their results to the host at once: if it
    read a result from the device later, it might wait for a reduction, and so for other ranks.
-2. The rank asks the job's store (a key-value store that all ranks reach) whether a failure has interrupted the
-   generation, because the result of an aborted reduction may be garbage.
+2. The rank asks the coordinator whether a failure has interrupted the generation, because the result of an aborted
+   reduction may be garbage.
 3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, the rank clips
    gradients, executes the step of every chained optimizer, copies compute weights, and sets its mark (the newest
    committed iteration).

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moevement_core.comms.address import store_address
-from moevement_core.rendezvous.store import connect_plain
+from moevement_core.rendezvous.store import connect_store
 from moevement_core.util.environment import MEMBER_ENV
 
 
@@ -20,7 +20,7 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
         if store is None and (address := store_address()):
-            store = connect_plain(address)
+            store = connect_store(address)
         return original(*args, store=store, **kwargs)
 
     return pretrain

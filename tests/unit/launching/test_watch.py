@@ -7,22 +7,21 @@ import signal
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from moevement_core.comms.token import Token
 from moevement_core.launching import orphans, supervisor
 from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
 from moevement_core.launching.watch import ReplaceFailedRanks
 from moevement_core.rendezvous.coordinator import State
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.values import Values
 from moevement_core.run.progress import Progress
 from moevement_core.util.environment import MEMBER_ENV
+from tests.values import LocalValues
 
 WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nsys.exit({})"
 
@@ -31,21 +30,17 @@ class Job:
     """Job of two ranks that starts a replacement for each rank that dies."""
 
     def __init__(self, folder: Path, code: int, lease_s: float = 10.0, first: str = "") -> None:
-        token = Token.new()
-        base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-        self.store = SignedStore(base, token)
+        self.values = Values()
         self.end = folder / "end"
         self._program = Program(command=[sys.executable, "-c", first + WAIT.format(code), str(self.end)])
         self.children: list[Child] = []
         self.members: list[Member] = []
         self.starts_fail = 0
         self.watch = ReplaceFailedRanks(
-            self._start, self.store, 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
+            self._start, self.values, dist.HashStore(), 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
         )
         for number, child in enumerate(self.children):
-            # A client keeps its connection locked while it waits, so each member needs a client of its own.
-            client = SignedStore(dist.TCPStore("127.0.0.1", base.port, is_master=False), token)
-            self.members.append(Member(client, MemberInfo(number, child.pid, "host", "node")))
+            self.members.append(Member(LocalValues(self.values), MemberInfo(number, child.pid, "host", "node")))
             self.members[-1].join()
         self.enter()
 

@@ -1,4 +1,4 @@
-"""Coordinator and members over a real store, while processes join, die and leave."""
+"""Coordinator and members in one process, while processes join, die and leave."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from moevement_core.comms.token import Token
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
@@ -24,10 +21,12 @@ from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     BLOCKS,
+    GENERATION,
     GROUPS,
     INTERRUPTED,
-    JOINED,
+    LEAVING,
     MEMBERS_IN_SHARD,
+    START,
     STOP,
     Death,
     MemberInfo,
@@ -35,44 +34,46 @@ from moevement_core.rendezvous.roster import (
     Roster,
     UnusableDevice,
 )
-from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.store import GenerationStore
+from moevement_core.rendezvous.values import Values, number_of
+from tests.values import LocalValues
 
-TOKEN = Token.new()
 KILLED = "was killed by signal 9"
 
 
-def another(store: SignedStore) -> SignedStore:
-    """Return another client of the same store."""
-    return SignedStore(dist.TCPStore("127.0.0.1", store.base.port, is_master=False), TOKEN)
-
-
 @pytest.fixture
-def store() -> Any:
-    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    return SignedStore(base, TOKEN)
+def values() -> Values:
+    return Values()
 
 
 class Job:
     """Coordinator and members without processes; time passes only in :meth:`passes`."""
 
     def __init__(
-        self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0, lease_s: float = 1e9
+        self, values: Values, ranks: int, members: int, spare_timeout_s: float = 60.0, lease_s: float = 1e9
     ) -> None:
-        self.store, self.reported = store, list[str]()
-        self.now, self.interrupted = 0.0, list[tuple[int, int]]()
+        self.values, self.reported = values, list[str]()
+        self.client, self.groups = LocalValues(values), dist.HashStore()
+        self.now = 0.0
         self.coordinator = Coordinator(
-            store, ranks, spare_timeout_s, self.reported.append, lease_s=lease_s, clock=lambda: self.now,
-            interrupt=lambda generation, rank: self.interrupted.append((generation, rank)),
+            values, ranks, spare_timeout_s, self.reported.append, lease_s=lease_s, clock=lambda: self.now,
+            groups=self.groups,
         )  # fmt: skip
         self.members: dict[int, Member] = {}
         self.silent: set[int] = set()
         for number in range(members):
             self.join(number)
 
+    @property
+    def interrupted(self) -> tuple[int, int] | None:
+        """Newest interruption: the generation and the failed rank."""
+        if (text := self.values.read(INTERRUPTED)) is None:
+            return None
+        generation, record = text.split(" ")
+        return int(generation), int(record.partition(":")[0])
+
     def join(self, number: int, node: str | None = None, devices: tuple[str, ...] = ()) -> None:
         node = f"node{number // 2}" if node is None else node
-        self.members[number] = Member(self.store, MemberInfo(number, 1000 + number, "host", node, 0, devices))
+        self.members[number] = Member(self.client, MemberInfo(number, 1000 + number, "host", node, 0, devices))
         self.members[number].join()
         self.settle()
 
@@ -84,7 +85,7 @@ class Job:
                 roster = self.coordinator.roster
                 for number in set(roster.ranks.values()) - set(but) - self.silent:
                     self.members[number]._generation = roster.generation
-                    self.members[number]._write(ACKNOWLEDGED, "")
+                    self.members[number]._report(ACKNOWLEDGED, "")
 
     def passes(self, seconds: float, alive: Iterable[int] = (), committed: int | None = None) -> None:
         """Let time pass, in which the members in ``alive`` renew their leases and the coordinator steps often."""
@@ -105,8 +106,8 @@ class Job:
         self.settle()
 
 
-def test_a_roster_knows_when_the_job_first_committed(store: Any) -> None:
-    job = Job(store, 2, 4)
+def test_a_roster_knows_when_the_job_first_committed(values: Values) -> None:
+    job = Job(values, 2, 4)
     assert job.coordinator.roster.first_committed_at is None
     before = time.time()
     job.passes(1.0, job.coordinator.roster.ranks.values(), committed=1)
@@ -122,26 +123,25 @@ def test_a_roster_knows_when_the_job_first_committed(store: Any) -> None:
     assert job.coordinator.roster.first_committed_at == before
 
 
-def test_keys_of_generations_are_deleted_two_generations_later(store: Any) -> None:
-    job = Job(store, 3, 8)
-    late = Member(another(store), MemberInfo(7, 1007, "host", "node3"))
+def test_what_a_generation_leaves_is_deleted_two_generations_later(values: Values) -> None:
+    job = Job(values, 3, 8)
+    late = Member(job.client, MemberInfo(7, 1007, "host", "node3"))
     late._generation = -1
-    foreign = ["other/groups/generation/0/groups/key", "generation/x/groups/key"]
+    foreign = ["other/generation/0/groups/key", "generation/x/groups/key", "generation/later"]
     for key in foreign:
-        store.base.set(key, "")
-    store.of_groups.set("generation/later", "")
+        job.groups.set(key, "")
 
     def keys(generation: int) -> set[str]:
         prefix = GROUPS.format(generation) + "/"
-        return {key for key in store.of_groups.list_keys() if key.startswith(prefix)}
+        return {key for key in job.groups.list_keys() if key.startswith(prefix)}
 
-    def values(generation: int) -> list[str]:
-        return [key for key in store.keys(f"generation/{generation}/") if not key.endswith("interrupted")]
+    def kept(generation: int) -> list[str]:
+        known = [*values._values, *values._reports, *values._new, *values._watchers]
+        return [key for key in known if key.startswith(GENERATION.format(generation))]
 
     for generation in range(4):
         assert job.coordinator.roster.generation == generation
-        store.set(INTERRUPTED.format(generation), "0:TERMINATED")
-        groups = dist.PrefixStore(GROUPS.format(generation), another(store).of_groups)
+        groups = dist.PrefixStore(GROUPS.format(generation), job.groups)
         for rank in range(MOST_DELETED):
             for name in ("rank/{}", "default_pg/0//cpu//0/{}"):
                 groups.set(name.format(rank), "address")
@@ -149,28 +149,28 @@ def test_keys_of_generations_are_deleted_two_generations_later(store: Any) -> No
             job.coordinator.step()
         expected = [number >= generation - 1 for number in range(generation + 1)]
         assert [bool(keys(number)) for number in range(generation + 1)] == expected
-        assert [bool(values(number)) for number in range(generation + 1)] == expected
+        assert [bool(kept(number)) for number in range(generation + 1)] == expected
         job.passes(0.2, job.coordinator.roster.ranks.values(), committed=generation + 1)
         lost = job.coordinator.roster.ranks[0]
         job.coordinator.died(lost, 1000 + lost, KILLED)
+        assert number_of(values.read(INTERRUPTED)) == generation
         job.leave(*(number for number in job.coordinator.roster.ranks.values() if number != lost))
-    assert [bool(store.base.check([key])) for key in foreign] == [True, True]
-    assert store.of_groups.check(["generation/later"])
-    assert store.read(INTERRUPTED.format(0)) is not None, "a process that was stopped may still ask for it"
+    assert all(job.groups.check([key]) for key in foreign)
     assert late._next_roster().generation >= 2, "a spare that reads late skips the generations that are over"
 
 
-def test_a_member_reads_the_entries_of_its_shard(store: Any) -> None:
+def test_a_member_reads_the_entries_of_its_shard(values: Values) -> None:
     last = 2 * MEMBERS_IN_SHARD + 1
-    job = Job(store, 3, 3)
+    job = Job(values, 3, 3)
     job.join(last)
+    job.join(MEMBERS_IN_SHARD)
     job.passes(0.2, [0, 1, 2], committed=1)
     job.coordinator.died(2, 1002, KILLED)
     job.leave(0, 1)
     job.settle()
-    own = Member(another(store), MemberInfo(last, 1000, "host", "node"))
-    everything = Member(another(store), MemberInfo(0, 1000, "host", "node"), reads_all=True)
-    without = Member(another(store), MemberInfo(MEMBERS_IN_SHARD, 1000, "host", "node"))
+    own = Member(job.client, MemberInfo(last, 1000, "host", "node"))
+    everything = Member(job.client, MemberInfo(0, 1000, "host", "node"), reads_all=True)
+    without = Member(job.client, MemberInfo(MEMBERS_IN_SHARD, 1000, "host", "node"))
     for member in (own, everything, without):
         member._generation = 0
     rosters = [member._next_roster() for member in (own, everything, without)]
@@ -179,8 +179,8 @@ def test_a_member_reads_the_entries_of_its_shard(store: Any) -> None:
     assert {roster.placement for roster in rosters} == {job.coordinator.roster.placement}
 
 
-def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None:
-    job = Job(store, 3, 2)
+def test_the_first_to_join_are_the_ranks_and_the_others_wait(values: Values) -> None:
+    job = Job(values, 3, 2)
     job.join(3)
     assert job.coordinator.state is State.FORMING, "member 2 is to be rank 2"
     job.join(2)
@@ -188,8 +188,8 @@ def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None
     assert [job.rank_of(number) for number in (0, 1, 2)] == [0, 1, 2]
 
 
-def test_members_that_do_not_come_are_replaced_by_those_that_did(store: Any) -> None:
-    job = Job(store, 2, 1, spare_timeout_s=60.0)
+def test_members_that_do_not_come_are_replaced_by_those_that_did(values: Values) -> None:
+    job = Job(values, 2, 1, spare_timeout_s=60.0)
     job.join(2)
     job.passes(59.0)
     assert job.coordinator.state is State.FORMING, "member 1 is to be rank 1"
@@ -199,26 +199,26 @@ def test_members_that_do_not_come_are_replaced_by_those_that_did(store: Any) -> 
     assert re.search(r"\bmembers? 1\b.*\b60 s\b", text)
 
 
-def test_a_job_whose_members_do_not_come_is_stopped(store: Any) -> None:
-    job = Job(store, 2, 0, spare_timeout_s=60.0)
+def test_a_job_whose_members_do_not_come_is_stopped(values: Values) -> None:
+    job = Job(values, 2, 0, spare_timeout_s=60.0)
     job.passes(600.0)
     assert job.coordinator.state is State.FORMING, "nobody has come yet: they may be started later"
     job.join(0)
     job.passes(61.0)
     assert job.coordinator.state is State.STOPPED
-    assert re.search(r"\bmembers? 1\b.*\b60 s\b.*\b1\b.*\b2 ranks\b", store.get(STOP).decode())
+    assert re.search(r"\bmembers? 1\b.*\b60 s\b.*\b1\b.*\b2 ranks\b", (values.read(STOP) or ""))
 
 
-def test_a_member_that_dies_before_it_joins_is_not_waited_for(store: Any) -> None:
-    job = Job(store, 2, 1)
+def test_a_member_that_dies_before_it_joins_is_not_waited_for(values: Values) -> None:
+    job = Job(values, 2, 1)
     job.join(2)
     job.coordinator.died(1, 1001, KILLED)
     job.coordinator.step()
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
 
 
-def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(store: Any) -> None:
-    job = Job(store, 3, 4)
+def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(values: Values) -> None:
+    job = Job(values, 3, 4)
     for number in range(3):
         job.rank_of(number)
     assert job.coordinator.died(1, 1001, KILLED) == 1
@@ -232,8 +232,8 @@ def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(store
     assert Roster.decode(roster.encode()) == roster
 
 
-def test_a_spare_that_dies_interrupts_nobody_and_is_not_chosen(store: Any) -> None:
-    job = Job(store, 2, 4)
+def test_a_spare_that_dies_interrupts_nobody_and_is_not_chosen(values: Values) -> None:
+    job = Job(values, 2, 4)
     assert job.coordinator.died(2, 1002, KILLED) is None
     assert job.coordinator.state is State.RUNNING
     job.coordinator.died(0, 1000, "ended with 1")
@@ -241,8 +241,8 @@ def test_a_spare_that_dies_interrupts_nobody_and_is_not_chosen(store: Any) -> No
     assert job.coordinator.roster.ranks == {0: 3, 1: 1}
 
 
-def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: Any) -> None:
-    job = Job(store, 3, 5)
+def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(values: Values) -> None:
+    job = Job(values, 3, 5)
     job.coordinator.died(0, 1000, KILLED)
     job.leave(1)
     job.coordinator.died(2, 1002, KILLED)
@@ -258,8 +258,8 @@ def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: An
     assert job.coordinator.roster.ranks == {0: 4, 1: 1, 2: 5}
 
 
-def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -> None:
-    job = Job(store, 2, 6)
+def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(values: Values) -> None:
+    job = Job(values, 2, 6)
     for rank, had_recovered, earlier in ((0, True, []), (1, False, [0])):
         member = job.coordinator.roster.ranks[rank]
         job.coordinator.died(member, 1000, KILLED)
@@ -277,8 +277,8 @@ def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -
     assert job.coordinator.roster.earlier == ()
 
 
-def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: Any) -> None:
-    job = Job(store, 2, 2, spare_timeout_s=5.0)
+def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(values: Values) -> None:
+    job = Job(values, 2, 2, spare_timeout_s=5.0)
     job.coordinator.died(1, 1001, KILLED)
     job.passes(6.0)
     job.leave(0)
@@ -290,9 +290,9 @@ def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: An
         job.members[0].wait_for_rank()
 
 
-def test_each_death_is_given_the_whole_time(store: Any) -> None:
+def test_each_death_is_given_the_whole_time(values: Values) -> None:
     """Check that each death starts the spare timeout again, so that every replacement has the full time to join."""
-    job = Job(store, 3, 3, spare_timeout_s=4.0)
+    job = Job(values, 3, 3, spare_timeout_s=4.0)
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
     job.passes(3.0)
@@ -304,8 +304,8 @@ def test_each_death_is_given_the_whole_time(store: Any) -> None:
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 3}, "member 3 is on the node of member 2"
 
 
-def test_a_rank_that_fails_again_and_again_in_the_same_place_ends_the_job(store: Any) -> None:
-    job = Job(store, 2, 2)
+def test_a_rank_that_fails_again_and_again_in_the_same_place_ends_the_job(values: Values) -> None:
+    job = Job(values, 2, 2)
     for _ in range(attempts.FAILURES - 1):
         job.leave(0, reason="rank 0: ValueError: no", committed=7)
         job.leave(1, committed=7)
@@ -329,15 +329,15 @@ def _kill_rank_1(job: Job, committed: int) -> None:
     job.settle()
 
 
-def test_kills_never_end_a_job_that_comes_further_between_them(store: Any) -> None:
-    job = Job(store, 2, 2)
+def test_kills_never_end_a_job_that_comes_further_between_them(values: Values) -> None:
+    job = Job(values, 2, 2)
     for kill in range(3 * attempts.DEATHS):
         _kill_rank_1(job, committed=kill)
         assert job.coordinator.state is State.RUNNING
 
 
-def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_named(store: Any) -> None:
-    job = Job(store, 2, 2)
+def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_named(values: Values) -> None:
+    job = Job(values, 2, 2)
     for _ in range(attempts.DEATHS - 1):
         _kill_rank_1(job, committed=6)
         assert job.coordinator.state is State.RUNNING
@@ -349,9 +349,9 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_name
         job.members[0].wait_for_rank()
 
 
-def test_what_supervisors_hear_of_progress_counts_too(store: Any) -> None:
+def test_what_supervisors_hear_of_progress_counts_too(values: Values) -> None:
     """Kill all ranks repeatedly. Between kills they make progress, which reaches the coordinator only in leases."""
-    job = Job(store, 1, 1)
+    job = Job(values, 1, 1)
     for kill in range(2 * attempts.DEATHS):
         job.join(kill + 1)
         job.passes(1.0, [kill], committed=kill)
@@ -363,13 +363,13 @@ def test_what_supervisors_hear_of_progress_counts_too(store: Any) -> None:
 # Leases
 
 
-def test_a_rank_whose_lease_ends_is_replaced_and_its_supervisor_learns_of_it(store: Any) -> None:
-    job = Job(store, 2, 3, lease_s=10.0)
+def test_a_rank_whose_lease_ends_is_replaced_and_its_supervisor_learns_of_it(values: Values) -> None:
+    job = Job(values, 2, 3, lease_s=10.0)
     job.passes(5.0, [0, 1, 2])
     job.passes(9.8, [0, 2])
-    assert (job.coordinator.state, job.interrupted) == (State.RUNNING, [])
+    assert (job.coordinator.state, job.interrupted) == (State.RUNNING, None)
     job.passes(0.4, [0, 2])
-    assert job.interrupted == [(0, 1)]
+    assert job.interrupted == (0, 1)
     assert job.coordinator.given_up == {1}
     job.leave(0)
     death = job.coordinator.roster.deaths[0]
@@ -382,48 +382,50 @@ def test_a_rank_whose_lease_ends_is_replaced_and_its_supervisor_learns_of_it(sto
         job.members[1].wait_for_rank()
 
 
-def test_a_broken_connection_is_a_death_within_a_second_unless_the_supervisor_is_back(store: Any) -> None:
-    job = Job(store, 3, 5, lease_s=10.0)
+def test_a_broken_connection_is_a_death_within_a_second_unless_the_supervisor_is_back(values: Values) -> None:
+    job = Job(values, 3, 5, lease_s=10.0)
     everyone = range(5)
     job.passes(1.0, everyone)
     job.coordinator.disconnected([0, 1])
     job.passes(RESET_GRACE_S - 0.1, [1, 2, 3, 4])
     job.passes(1.0 - RESET_GRACE_S, [1, 2, 3, 4])
-    assert job.interrupted == [(0, 0)]
+    assert job.interrupted == (0, 0)
     assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.RESET]
 
 
-def test_a_spare_whose_node_is_lost_is_forgotten(store: Any) -> None:
-    job = Job(store, 1, 3, lease_s=10.0)
+def test_a_spare_whose_node_is_lost_is_forgotten(values: Values) -> None:
+    job = Job(values, 1, 3, lease_s=10.0)
     job.passes(11.0, [0, 2])
-    assert (job.interrupted, job.coordinator.waiting()) == ([], [2])
+    assert (job.interrupted, job.coordinator.waiting()) == (None, [2])
 
 
-def test_a_spare_that_is_silent_is_not_chosen_before_one_that_is_heard(store: Any) -> None:
-    job = Job(store, 1, 3, lease_s=10.0)
+def test_a_spare_that_is_silent_is_not_chosen_before_one_that_is_heard(values: Values) -> None:
+    job = Job(values, 1, 3, lease_s=10.0)
     job.passes(5.0, [0, 2])
     job.coordinator.died(0, 1000, KILLED)
     job.settle()
     assert job.coordinator.roster.ranks == {0: 2}
 
 
-def test_a_spare_that_is_lost_before_it_acknowledges_its_rank_is_replaced_and_nobody_has_entered(store: Any) -> None:
-    job = Job(store, 2, 4, lease_s=10.0)
+def test_a_spare_that_is_lost_before_it_acknowledges_is_replaced_and_nobody_has_entered(
+    values: Values,
+) -> None:
+    job = Job(values, 2, 4, lease_s=10.0)
     job.silent.add(2)
     job.passes(1.0, range(4))
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0)
     assert (job.coordinator.state, job.coordinator.roster.ranks) == (State.PROPOSED, {0: 0, 1: 2})
     job.passes(10.5, [0, 3])
+    assert values.read(START) == "1 superseded"
     job.settle()
     assert (job.coordinator.state, job.coordinator.roster.ranks) == (State.RUNNING, {0: 0, 1: 3})
     assert {death.rank for death in job.coordinator.roster.deaths} == {1}, "both were to be rank 1"
     assert len(job.coordinator.roster.deaths) == 2
-    assert store.get("generation/1/start") == b"superseded"
 
 
-def test_a_member_that_lives_and_never_acknowledges_is_given_up(store: Any) -> None:
-    job = Job(store, 1, 2, lease_s=10.0)
+def test_a_member_that_lives_and_never_acknowledges_is_given_up(values: Values) -> None:
+    job = Job(values, 1, 2, lease_s=10.0)
     job.silent.add(1)
     job.coordinator.died(0, 1000, KILLED)
     job.settle()
@@ -433,8 +435,8 @@ def test_a_member_that_lives_and_never_acknowledges_is_given_up(store: Any) -> N
     assert job.coordinator.roster.ranks == {0: 2}
 
 
-def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(store: Any) -> None:
-    job = Job(store, 2, 4, lease_s=10.0)
+def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(values: Values) -> None:
+    job = Job(values, 2, 4, lease_s=10.0)
     job.coordinator.died(1, 1001, KILLED)
     job.passes(10.0 * LEASES_TO_LEAVE - 1, range(4))
     assert job.coordinator.given_up == set()
@@ -446,28 +448,30 @@ def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(store: Any)
     assert job.coordinator.state is State.RUNNING
 
 
-def test_a_rank_that_comes_further_while_it_leaves_has_the_same_time_again(store: Any) -> None:
-    job = Job(store, 3, 6, lease_s=10.0)
+def test_a_rank_that_comes_further_while_it_leaves_has_the_same_time_again(values: Values) -> None:
+    job = Job(values, 3, 6, lease_s=10.0)
     leave_s = 10.0 * LEASES_TO_LEAVE
     job.coordinator.died(1, 1001, KILLED)
     job.passes(leave_s - 1, range(6))
-    GenerationStore(another(store), 0).report_leaving(0, "abort")
+    values.report(LEAVING.format(0), 0, "abort")
     job.passes(2.0, range(6))
     job.settle()
     assert job.coordinator.given_up == {2}, "it has reported nothing"
     job.passes(leave_s - 1, range(6))
     assert job.coordinator.given_up == {2}
-    GenerationStore(another(store), 0).report_leaving(0, "unwind")
+    values.report(LEAVING.format(0), 0, "unwind")
     job.passes(leave_s, range(6))
     assert job.coordinator.given_up == {2}
     job.passes(2.0, range(6))
     assert job.coordinator.given_up == {0, 2}, "a phase that does not end"
 
 
-def test_ranks_with_devices_have_longer_to_leave(store: Any) -> None:
-    job = Job(store, 2, 0, lease_s=10.0)
+def test_ranks_with_devices_have_longer_to_leave(values: Values) -> None:
+    job = Job(values, 2, 0, lease_s=10.0)
     for number in range(4):
-        job.members[number] = Member(store, MemberInfo(number, 1000 + number, "host", "node", number % 2, ("a", "b")))
+        job.members[number] = Member(
+            job.client, MemberInfo(number, 1000 + number, "host", "node", number % 2, ("a", "b"))
+        )
         job.members[number].join()
         job.settle()
     job.coordinator.died(1, 1001, KILLED)
@@ -477,8 +481,8 @@ def test_ranks_with_devices_have_longer_to_leave(store: Any) -> None:
     assert job.coordinator.given_up == {0}
 
 
-def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(store: Any) -> None:
-    job = Job(store, 2, 3, lease_s=10.0)
+def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(values: Values) -> None:
+    job = Job(values, 2, 3, lease_s=10.0)
     job.passes(1.0, range(3))
     job.now += 60.0
     job.coordinator.step()
@@ -487,19 +491,11 @@ def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(store:
     assert len(job.coordinator.deaths) == 3
 
 
-def test_a_member_that_dies_between_number_and_introduction_holds_up_nobody(store: Any) -> None:
-    job = Job(store, 2, 2)
-    store.ring(JOINED)
-    job.join(2)
-    job.join(3)
-    assert job.coordinator.waiting() == [2, 3]
-
-
 # The end
 
 
-def test_the_job_has_ended_when_every_rank_has(store: Any) -> None:
-    job = Job(store, 2, 3)
+def test_the_job_has_ended_when_every_rank_has(values: Values) -> None:
+    job = Job(values, 2, 3)
     job.members[0].finished()
     job.settle()
     assert job.coordinator.state is State.RUNNING
@@ -514,8 +510,8 @@ def test_the_job_has_ended_when_every_rank_has(store: Any) -> None:
         job.members[2].wait_for_rank()
 
 
-def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(store: Any) -> None:
-    job = Job(store, 2, 3)
+def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(values: Values) -> None:
+    job = Job(values, 2, 3)
     job.members[0].finished()
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0)
@@ -527,13 +523,13 @@ def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(store:
     assert job.coordinator.state is State.DONE
 
 
-def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> None:
+def test_a_member_that_joins_while_a_roster_is_made_misses_none(values: Values) -> None:
     """Let members join while the coordinator forms the job. Each gets the rank once the members before it have died."""
-    job = Job(store, 1, 1)
+    job = Job(values, 1, 1)
     got: list[int] = []
 
     def take_part(number: int) -> None:
-        member = Member(another(store), MemberInfo(number, number, "h", "n"))
+        member = Member(job.client, MemberInfo(number, number, "h", "n"))
         member.join()
         member.wait_for_rank()
         got.append(number)
@@ -559,9 +555,9 @@ def test_a_roster_names_who_died() -> None:
 # Devices
 
 
-def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
+def test_a_spare_takes_no_device_of_a_rank_that_lives(values: Values) -> None:
     """Use tasks with one device each: the first spare has the device of rank 0, and both call it device 0."""
-    job = Job(store, 2, 0)
+    job = Job(values, 2, 0)
     for number, device in enumerate(["GPU-a", "GPU-b", "GPU-a", "GPU-c"]):
         job.join(number, "node", (device,))
     job.coordinator.died(1, 1001, KILLED)
@@ -580,9 +576,9 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
     assert [process["role"] for process in job.coordinator.process_entries()][2:] == ["spare", "spare"]
 
 
-def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
+def two_nodes(values: Values, members: int = 5, devices: int = 2) -> Job:
     """Return a job of three ranks with two processes on each node, which see all devices of their node."""
-    job = Job(store, 3, 0, lease_s=10.0)
+    job = Job(values, 3, 0, lease_s=10.0)
     for number in range(members):
         node = f"node{number // 2}"
         job.join(number, node, tuple(f"{node}-{device}" for device in range(devices)))
@@ -590,9 +586,9 @@ def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
 
 
 @pytest.mark.parametrize("is_seen_first", [True, False])
-def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(store: Any, is_seen_first: bool) -> None:
+def test_a_process_that_gives_its_rank_back_is_dead_even_if_it_cannot_end(values: Values, is_seen_first: bool) -> None:
     """Let the supervisor see the process end, or never see it because the driver holds the process."""
-    job = two_nodes(store)
+    job = two_nodes(values)
     job.members[1].report_unusable_device(UnusableDevice("illegal access", "node0-1"))
     if is_seen_first:
         job.coordinator.died(1, 1001, "ended with 74")
@@ -606,8 +602,8 @@ def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(sto
 
 
 @pytest.mark.parametrize("is_broken", [True, False])
-def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(store: Any, is_broken: bool) -> None:
-    job = two_nodes(store, members=3)
+def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(values: Values, is_broken: bool) -> None:
+    job = two_nodes(values, members=3)
     job.members[1].report_unusable_device(UnusableDevice("ECC", "node0-1", is_broken))
     job.settle()
     job.join(5, "node0", ("node0-0", "node0-1"))
@@ -617,8 +613,8 @@ def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(store: A
     assert (job.coordinator.state is State.RUNNING) == (not is_broken)
 
 
-def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_enters(store: Any) -> None:
-    job = two_nodes(store)
+def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_enters(values: Values) -> None:
+    job = two_nodes(values)
     job.silent.add(3)  # it is still checking its device
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
@@ -629,8 +625,8 @@ def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_
     assert job.coordinator.state is State.RUNNING
 
 
-def test_devices_are_checked_before_a_rank_is_acknowledged_and_that_may_take_longer(store: Any) -> None:
-    job = two_nodes(store)
+def test_devices_are_checked_before_a_rank_is_acknowledged_and_that_may_take_longer(values: Values) -> None:
+    job = two_nodes(values)
     job.silent.add(3)
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
@@ -641,8 +637,8 @@ def test_devices_are_checked_before_a_rank_is_acknowledged_and_that_may_take_lon
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2}
 
 
-def test_ranks_that_are_given_back_are_no_failures_in_the_same_place(store: Any) -> None:
-    job = Job(store, 2, 2)
+def test_ranks_that_are_given_back_are_no_failures_in_the_same_place(values: Values) -> None:
+    job = Job(values, 2, 2)
     for number in range(1, attempts.FAILURES + 1):
         job.join(number + 1)
         job.members[number].report_unusable_device(UnusableDevice("illegal access"))
@@ -656,8 +652,8 @@ def test_ranks_that_are_given_back_are_no_failures_in_the_same_place(store: Any)
 # Processes that compute results that are not finite
 
 
-def test_a_process_that_computes_no_numbers_is_replaced_by_one_of_another_node(store: Any) -> None:
-    job = Job(store, 2, 6)  # two on each node
+def test_a_process_that_computes_no_numbers_is_replaced_by_one_of_another_node(values: Values) -> None:
+    job = Job(values, 2, 6)  # two on each node
     job.coordinator.renew({0: 41, 1: 41})
     job.leave(0, 1, reason="rank 1: NaN", committed=41, suspects=(1,))
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
@@ -668,17 +664,17 @@ def test_a_process_that_computes_no_numbers_is_replaced_by_one_of_another_node(s
         job.members[1].wait_for_rank()
 
 
-def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(store: Any) -> None:
-    job = Job(store, 3, 6)
+def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(values: Values) -> None:
+    job = Job(values, 3, 6)
     job.coordinator.renew({0: 41, 1: 41, 2: 41})
     job.leave(0, 1, 2, reason="rank 2: NaN", committed=41, suspects=(2,))
     assert job.coordinator.roster.ranks == {0: 0, 1: 1, 2: 4}, "member 3 came first, and is on the node of member 2"
     assert job.coordinator.waiting() == [5, 3]
 
 
-def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(store: Any) -> None:
+def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(values: Values) -> None:
     """Replace suspects singly, because two could hold all copies. If the fault remains, blame the batch and stop."""
-    job = Job(store, 2, 6)
+    job = Job(values, 2, 6)
     job.coordinator.renew({0: 41, 1: 41})
     for lost, others in ((0, (0, 1)), (1, (1, 2))):
         job.leave(*others, reason=f"rank {lost}: NaN", committed=41, suspects=(0, 1))
@@ -686,11 +682,11 @@ def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(stor
     assert {death.member for death in job.coordinator.deaths} == {0, 1}
     job.leave(*job.coordinator.roster.ranks.values(), reason="rank 0: NaN", committed=41, suspects=(0, 1))
     assert job.coordinator.state is State.STOPPED
-    assert "--iterations-to-skip 42" in store.get(STOP).decode()
+    assert "--iterations-to-skip 42" in (values.read(STOP) or "")
 
 
-def test_progress_makes_every_process_one_that_may_be_replaced_again(store: Any) -> None:
-    job = Job(store, 2, 6)
+def test_progress_makes_every_process_one_that_may_be_replaced_again(values: Values) -> None:
+    job = Job(values, 2, 6)
     for committed in (41, 42, 43):
         job.coordinator.renew(dict.fromkeys(job.coordinator.roster.ranks.values(), committed))
         job.leave(*job.coordinator.roster.ranks.values(), reason="rank 1: NaN", committed=committed, suspects=(1,))
@@ -698,8 +694,8 @@ def test_progress_makes_every_process_one_that_may_be_replaced_again(store: Any)
     assert len(job.coordinator.deaths) == 3
 
 
-def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
-    job = Job(store, 2, 4)
+def test_a_suspect_that_dies_meanwhile_is_replaced_once(values: Values) -> None:
+    job = Job(values, 2, 4)
     job.members[0].leave("rank 1: NaN", 41, suspects=(1,))
     job.coordinator.died(1, 1001, KILLED)
     job.settle()
@@ -710,17 +706,17 @@ def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
 # Ranks that communicate in every layer
 
 
-def blocks(store: Any, nodes: str, *, sizes: str = "2", lease_s: float = 10.0) -> Job:
+def blocks(values: Values, nodes: str, *, sizes: str = "2", lease_s: float = 10.0) -> Job:
     """Return a job of four ranks in groups of ``sizes``; ``nodes`` has one letter for the node of each member."""
-    store.set(BLOCKS, sizes)
-    job = Job(store, 4, 0, lease_s=lease_s)
+    values.set(BLOCKS, sizes)
+    job = Job(values, 4, 0, lease_s=lease_s)
     for number, node in enumerate(nodes):
         job.join(number, node)
     return job
 
 
-def test_a_process_of_the_same_node_is_waited_for_while_spares_of_another_wait(store: Any) -> None:
-    job = blocks(store, "aabbcc")
+def test_a_process_of_the_same_node_is_waited_for_while_spares_of_another_wait(values: Values) -> None:
+    job = blocks(values, "aabbcc")
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     job.passes(5.0, (0, 2, 3, 4, 5))
@@ -731,8 +727,10 @@ def test_a_process_of_the_same_node_is_waited_for_while_spares_of_another_wait(s
     assert (job.coordinator.roster.split, len(job.reported)) == ((), 1)
 
 
-def test_it_is_not_waited_for_longer_than_it_should_take_and_a_group_on_two_nodes_is_reported_once(store: Any) -> None:
-    job = blocks(store, "aabbcc")
+def test_it_is_waited_for_only_as_long_as_a_start_takes_and_a_split_group_is_reported_once(
+    values: Values,
+) -> None:
+    job = blocks(values, "aabbcc")
     everyone = {0, 2, 3, 4, 5}
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
@@ -749,8 +747,8 @@ def test_it_is_not_waited_for_longer_than_it_should_take_and_a_group_on_two_node
 
 
 @pytest.mark.parametrize("noticed_by", [NoticedBy.RESET, NoticedBy.LEASE])
-def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(store: Any, noticed_by: NoticedBy) -> None:
-    job = blocks(store, "aabbcdd")
+def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(values: Values, noticed_by: NoticedBy) -> None:
+    job = blocks(values, "aabbcdd")
     for member in (2, 3):
         job.coordinator.died(member, 0, "was lost", noticed_by)
     job.leave(0, 1)
@@ -758,24 +756,24 @@ def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(store: Any, noti
     assert (job.coordinator.roster.split, job.reported) == ((), [])
 
 
-def test_a_process_that_waits_on_the_same_node_takes_over_at_once(store: Any) -> None:
+def test_a_process_that_waits_on_the_same_node_takes_over_at_once(values: Values) -> None:
     """Use one host for all ranks and spares."""
-    job = blocks(store, "aaaaaa")
+    job = blocks(values, "aaaaaa")
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
 
 
-def test_ranks_that_communicate_no_more_than_others_wait_for_nobody(store: Any) -> None:
-    job = Job(store, 4, 6)
+def test_ranks_that_communicate_no_more_than_others_wait_for_nobody(values: Values) -> None:
+    job = Job(values, 4, 6)
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
 
 
-def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(store: Any) -> None:
-    store.set(BLOCKS, "2")
-    job = Job(store, 4, 0, lease_s=10.0)
+def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(values: Values) -> None:
+    values.set(BLOCKS, "2")
+    job = Job(values, 4, 0, lease_s=10.0)
     for number, node in enumerate("aabbcc"):
         job.join(number, node, (f"{node}-0", f"{node}-1"))
     job.members[1].report_unusable_device(UnusableDevice("ECC", "a-1", is_broken=True))
@@ -784,16 +782,16 @@ def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(store: Any) -> No
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
 
 
-def test_a_rank_that_computed_no_numbers_leaves_its_node_also_where_its_group_is(store: Any) -> None:
-    job = blocks(store, "aabbac", lease_s=1e9)
+def test_a_rank_that_computed_no_numbers_leaves_its_node_also_where_its_group_is(values: Values) -> None:
+    job = blocks(values, "aabbac", lease_s=1e9)
     job.coordinator.renew(dict.fromkeys(range(4), 41))
     job.leave(0, 1, 2, 3, reason="rank 1: NaN", committed=41, suspects=(1,))
     assert job.coordinator.roster.ranks == {0: 0, 1: 5, 2: 2, 3: 3}
     assert job.coordinator.roster.split == ((0, 1),)
 
 
-def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_for_no_longer(store: Any) -> None:
-    job = blocks(store, "aabbcc")
+def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_for_no_longer(values: Values) -> None:
+    job = blocks(values, "aabbcc")
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     job.passes(2.0, range(6))
@@ -804,9 +802,9 @@ def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_
     assert job.coordinator.roster.ranks == {0: 4, 1: 5, 2: 2, 3: 3}
 
 
-def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
+def test_a_process_that_was_stopped_is_replaced_on_its_node(values: Values) -> None:
     """Let the lease of a stopped process run out while its supervisor, still connected, starts a replacement."""
-    job = blocks(store, "aabbcc")
+    job = blocks(values, "aabbcc")
     job.passes(1.0, range(6))
     job.passes(10.5, {0, 2, 3, 4, 5})
     assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.LEASE]
@@ -816,9 +814,9 @@ def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
     assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
 
 
-def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(store: Any) -> None:
+def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(values: Values) -> None:
     """Use groups of two ranks, which fit into a node and stay on one, and groups of four, which span two nodes."""
-    job = blocks(store, "aabbcc", sizes="2,4")
+    job = blocks(values, "aabbcc", sizes="2,4")
     assert (job.coordinator.roster.split, job.reported) == ((), [])
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
@@ -827,6 +825,6 @@ def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(store: Any) -> 
     assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
 
 
-def test_groups_that_fit_into_no_node_are_reported_when_the_job_begins(store: Any) -> None:
-    job = blocks(store, "abab")
+def test_groups_that_fit_into_no_node_are_reported_when_the_job_begins(values: Values) -> None:
+    job = blocks(values, "abab")
     assert (job.coordinator.roster.split, len(job.reported)) == (((0, 1), (2, 3)), 2)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from moevement_core.comms.token import Token
 from moevement_core.errors import CodeDiffers
 from moevement_core.rendezvous import job_code
 from moevement_core.rendezvous.job_code import SCRIPT_ENV, JobCode, KeptScript, join_with_same_code, script_text
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.values import Values
+from tests.values import LocalValues
 
 
 @pytest.fixture
-def store() -> SignedStore:
-    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    return SignedStore(base, Token.new())
+def values() -> LocalValues:
+    return LocalValues(Values())
 
 
 @pytest.fixture
@@ -36,12 +33,12 @@ def starts_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 def test_the_same_code_joins_whatever_the_order_of_its_flags(
-    store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+    values: LocalValues, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts_with(monkeypatch, "--lr", "0.1", "--bf16", "--data-path", "a", "b", "--data-cache-path", "/node1")
-    join_with_same_code(store)
+    join_with_same_code(values)
     starts_with(monkeypatch, "--bf16", "--data-path", "a", "b", "--lr=0.1", "--data-cache-path", "/node2")
-    join_with_same_code(store)
+    join_with_same_code(values)
 
 
 @pytest.mark.parametrize(
@@ -54,26 +51,26 @@ def test_the_same_code_joins_whatever_the_order_of_its_flags(
     ],
 )
 def test_other_flags_do_not_join(
-    words: tuple[str, ...], flag: str, store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], flag: str, values: LocalValues, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts_with(monkeypatch, "--lr", "0.1")
-    join_with_same_code(store)
+    join_with_same_code(values)
     starts_with(monkeypatch, *words)
     with pytest.raises(CodeDiffers, match=flag):
-        join_with_same_code(store)
+        join_with_same_code(values)
 
 
 def test_another_script_does_not_join_and_the_kept_one_does(
-    store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+    values: LocalValues, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts_with(monkeypatch)
     kept = KeptScript(str(script))
-    join_with_same_code(store)
+    join_with_same_code(values)
     script.write_text("lr = 0.2\n")
     with pytest.raises(CodeDiffers):
-        join_with_same_code(store)
+        join_with_same_code(values)
     monkeypatch.setenv(*next(iter(kept.environment.items())))
-    join_with_same_code(store)
+    join_with_same_code(values)
     other = script.with_name("other.py")
     other.write_text("other")
     assert script_text(str(other)) == b"other", "only the job's script is kept"

@@ -5,43 +5,25 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from moevement_core.comms import signed_server
 from moevement_core.comms.signed_lines import Side, SignedLines
+from moevement_core.comms.signed_server import MOST_UNKNOWN
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous import lease_server
 from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import MOST_UNKNOWN, LeaseServer
+from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.rendezvous.values import Values
+from tests.values import Holder
 
 LEASE_S = 1.0
 TOKEN = Token.new()
 KILLED = "was killed by signal 9"
-
-
-class Holder:
-    """Recorder of the calls on which a coordinator would act."""
-
-    def __init__(self) -> None:
-        self.lease_s = 10.0
-        self.given_up: set[int] = set()
-        self.alive: dict[int, int | None] = {}
-        self.lost: list[int] = []
-        self.dead: list[tuple[int, int, str]] = []
-
-    def renew(self, members: Mapping[int, int | None]) -> None:
-        self.alive.update(members)
-
-    def disconnected(self, members: Iterable[int]) -> None:
-        self.lost += sorted(members)
-
-    def died(self, member: int, pid: int, how: str) -> int | None:
-        self.dead.append((member, pid, how))
-        return None
 
 
 class Both:
@@ -51,7 +33,10 @@ class Both:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listener.getsockname()[:2]
         self.holder, self.requests = Holder(), list[tuple[str, str, int]]()
-        self.server = LeaseServer(listener, self.holder, TOKEN, lambda *request: self.requests.append(request))
+        self.values = Values()
+        self.server = LeaseServer(
+            listener, self.holder, TOKEN, lambda *request: self.requests.append(request), self.values
+        )
         self.answer: dict[str, Any] = {"generation": 3, "wind_down": False}
         self.client = self.connect()
 
@@ -187,7 +172,7 @@ def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
         both.server.poll(0.005, both.answer)
     assert both.holder.alive == {}
     assert not other.is_connected
-    assert both.server.unauthenticated > 0
+    assert both.server.refused > 0
     other.close()
 
 
@@ -236,24 +221,24 @@ def test_half_open_connections_are_few_and_do_not_stay(both: Both, monkeypatch: 
     silent = [socket.create_connection(both.address) for _ in range(MOST_UNKNOWN + 40)]
     for _ in range(30):
         both.server.poll(0.01, both.answer)
-    assert len(both.server._connections) <= MOST_UNKNOWN + 1
+    assert len(both.server._server._callers) <= MOST_UNKNOWN + 1
     heard = both.client._heard_at
     both.until(lambda: both.client._heard_at > heard)
-    monkeypatch.setattr(lease_server, "SHORT_GREETING_S", 0.0)
-    monkeypatch.setattr(lease_server, "GREETING_S", 0.0)
-    both.until(lambda: len(both.server._connections) == 1)
+    monkeypatch.setattr(signed_server, "SHORT_GREETING_S", 0.0)
+    monkeypatch.setattr(signed_server, "GREETING_S", 0.0)
+    both.until(lambda: len(both.server._server._callers) == 1)
     both.server.poll(0.05, both.answer)
-    assert len(both.server._connections) == 1
+    assert len(both.server._server._callers) == 1
     assert both.holder.lost == []
     for caller in silent:
         caller.close()
 
 
 def test_a_new_supervisor_is_heard_behind_callers_that_never_greet(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_server, "SHORT_GREETING_S", 0.1)
+    monkeypatch.setattr(signed_server, "SHORT_GREETING_S", 0.1)
     silent = [socket.create_connection(both.address) for _ in range(MOST_UNKNOWN + 20)]
     both.until(lambda: both.client.is_connected)
-    assert both.server.unauthenticated >= 20
+    assert both.server.refused >= 20
     for caller in silent:
         caller.close()
 
@@ -267,9 +252,9 @@ def test_supervisors_that_all_call_at_once_are_each_greeted_once(both: Both) -> 
             for number, client in enumerate(clients):
                 client.step([number], {number: 1})
             both.server.poll(0.01, both.answer)
-        assert both.server.unauthenticated == 0, "none was cut off for another one"
-        for supervisor in list(both.server._connections.values()):
-            both.server._drop(supervisor)
+        assert both.server.refused == 0, "none was cut off for another one"
+        for supervisor in list(both.server._server._callers.values()):
+            both.server._server._drop(supervisor)
         for client in clients:
             client.is_connected = False
     for client in clients:

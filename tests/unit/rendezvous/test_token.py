@@ -5,18 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
-from datetime import timedelta
+import socket
+import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from moevement_cli.main import main
 from moevement_core.comms import token as tokens
+from moevement_core.comms.signed_server import SignedServer
 from moevement_core.comms.token import TOKEN_ENV, TOKEN_FILE_ENV, Token, given_token, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import supervise
-from moevement_core.rendezvous.signed_store import SignedStore
 
 TEXT = "a" * 40
 
@@ -98,12 +98,14 @@ def test_what_is_signed_for_one_purpose_is_of_no_use_for_another() -> None:
 def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    SignedStore(base, Token(TEXT)).announce()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = SignedServer(listener, Token(TEXT), lambda caller, message: None, lambda caller: None)
+    threading.Thread(target=server.poll, args=(10.0,), daemon=True).start()
+    port = listener.getsockname()[1]
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(supervise, "TOKEN_PATIENCE_S", 0.2)
-    monkeypatch.setenv("MOEVEMENT_STORE", f"127.0.0.1:{base.port}")
+    monkeypatch.setenv("MOEVEMENT_STORE", f"127.0.0.1:{port}")
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "3"), ("SLURM_LOCALID", "0")):
         monkeypatch.setenv(name, value)
     if text is not None:
@@ -112,7 +114,7 @@ def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
         main(["launch", "--trainer", "torch", "--spares", "1", str(script)])
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"^moevement: .*\btoken\b.*\b{TOKEN_ENV}\b", line)
-    assert (f"MOEVEMENT_STORE=127.0.0.1:{base.port} " in line) == (text is not None)
+    assert (f"MOEVEMENT_STORE=127.0.0.1:{port} " in line) == (text is not None)
 
 
 def test_a_coordinator_whose_tasks_others_start_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:

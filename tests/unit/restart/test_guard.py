@@ -11,11 +11,17 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
-from moevement_core.comms.token import Token
-from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.store import GenerationStore
+from moevement_core.rendezvous.interruption import GenerationStore
+from moevement_core.rendezvous.values import Values
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
+from tests.values import LocalValues
+
+
+def signals() -> GenerationStore:
+    """Return the record of interruptions of generation 0."""
+    client = LocalValues(Values())
+    return GenerationStore(0, client, lambda: client)
 
 
 class _Free(Abort):
@@ -30,9 +36,7 @@ class _Free(Abort):
 def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
     lock = threading.Lock()
     lock.acquire()
-    guard = Guard(
-        0, 1, GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0), _Free(lock), hang_s=0.5, interval_s=0.05
-    )
+    guard = Guard(0, 1, signals(), _Free(lock), hang_s=0.5, interval_s=0.05)
     assert guard.hang is None
 
     def waits_for_ever() -> None:
@@ -48,7 +52,7 @@ def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
 
 def test_what_counts_as_a_hang_depends_on_what_a_rank_does() -> None:
     """Allow long calls before the first iteration and while other ranks work, but not while ranks connect."""
-    store = GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0)
+    store = signals()
     guard = Guard(0, 1, store, _Free(threading.Lock()), hang_s=60.0, interval_s=0.5, set_up_s=300.0)
     limits = [guard.limit_s]
     with guard.waiting_for_others():
@@ -70,7 +74,7 @@ def test_a_long_call_before_the_first_iteration_is_no_hang(set_up_s: float | Non
     """Run a call during which the main thread executes no Python code, as page-locking of host memory does."""
     lock = threading.Lock()
     lock.acquire()
-    store = GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0)
+    store = signals()
     guard = Guard(0, 1, store, _Free(lock), hang_s=0.5, interval_s=0.05, set_up_s=set_up_s)
 
     def sets_up() -> str:

@@ -15,12 +15,18 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.comms.address import store_address
+from moevement_core.comms.token import own_token
 from moevement_core.rendezvous.coordinator import Coordinator, State
-from moevement_core.rendezvous.store import GenerationStore, connect, interrupt_in
+from moevement_core.rendezvous.interruption import GenerationStore
+from moevement_core.rendezvous.relay import LocalUpstream, Relay
+from moevement_core.rendezvous.roster import INTERRUPTED
+from moevement_core.rendezvous.store import connect_store
+from moevement_core.rendezvous.value_client import connect
+from moevement_core.rendezvous.values import Values, number_of
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.trainer.commit import UpdateCommit
-from moevement_core.util.environment import MEMBER_ENV
+from moevement_core.util.environment import MEMBER_ENV, SUPERVISOR_ENV
 from tests.harness import run_ranks
 
 RANKS = 2
@@ -30,7 +36,9 @@ FAILS_AT = (3, 6)
 WRONG = -1.0
 STOPPED = "stopped"
 _OVER = "test/over"
-"""Key in the job's store that a process sets when it ends, because this job has no replacement for it."""
+"""Value that a process sets when it ends, because this job has no replacement for it."""
+_RELAY = "test/relay"
+"""Key in the store of process groups with the address of the relay."""
 
 
 class _Sums(Training):
@@ -125,17 +133,34 @@ class _Sums(Training):
         return self._resumed_in
 
 
-def _coordinate() -> int:
-    """Coordinate the job of the other processes; return its number of generations, or 0 if it was stopped."""
+def _groups() -> Any:
+    """Return a client of the store of process groups."""
     address = store_address()
     assert address is not None
-    store = connect(address)
-    coordinator = Coordinator(store, RANKS, 100.0, print, interrupt=interrupt_in(connect(address)), lease_s=1e6)
+    return connect_store(address)
+
+
+def _be_member(number: int) -> None:
+    """Set the environment of a process that a supervisor has started."""
+    os.environ[MEMBER_ENV] = str(number)
+    os.environ[SUPERVISOR_ENV] = _groups().get(_RELAY).decode()
+    sys.argv = [__file__]  # all processes of a job must have the same script
+
+
+def _coordinate() -> int:
+    """Coordinate the job of the other processes; return its number of generations, or 0 if it was stopped."""
+    groups, values = _groups(), Values()
+    relay = Relay(own_token(), LocalUpstream(values))
+    groups.set(_RELAY, relay.address)
+    coordinator = Coordinator(values, RANKS, 100.0, print, groups=groups, lease_s=1e6)
     while coordinator.state not in (State.DONE, State.STOPPED):
         coordinator.step()
-        if store.check([_OVER]):
+        if values.read(_OVER) is not None:
             coordinator.stop("a process has ended")
-        time.sleep(0.01)
+        relay.poll(0.01)
+    until = time.monotonic() + 5
+    while time.monotonic() < until and relay.callers:  # The ranks learn that the job is over.
+        relay.poll(0.01)
     return coordinator.roster.generation + 1 if coordinator.state is State.DONE else 0
 
 
@@ -143,8 +168,7 @@ def _train(late: float | str) -> Any:
     number = int(os.environ["RANK"])
     if number == RANKS:
         return _coordinate()
-    os.environ[MEMBER_ENV] = str(number)
-    sys.argv = [__file__]  # all processes of a job must have the same script
+    _be_member(number)
     if number == 1 and isinstance(late, float):
         wait = GenerationStore.wait_for_interrupted
 
@@ -168,18 +192,15 @@ def _end_abruptly() -> Any:
     number = int(os.environ["RANK"])
     if number == RANKS:
         return _coordinate()
-    os.environ[MEMBER_ENV] = str(number)
-    sys.argv = [__file__]  # all processes of a job must have the same script
+    _be_member(number)
     try:
         return run_through_failures(_Sums(KeyboardInterrupt))
     except SystemExit:  # the job was stopped while this rank waited for the next generation
         return None
     except KeyboardInterrupt:
-        address = store_address()
-        assert address is not None
-        store = connect(address)
-        result = GenerationStore(store, 0).is_interrupted(), dist.is_initialized()
-        store.set(_OVER, "")
+        values = connect()
+        result = number_of(values.read(INTERRUPTED)) >= 0, dist.is_initialized()
+        values.set(_OVER, "")
         return result
 
 
