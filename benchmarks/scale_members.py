@@ -28,7 +28,7 @@ from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import INTERRUPTED, STORE, MemberInfo
 from moevement_core.rendezvous.store import connect_store
-from moevement_core.rendezvous.values import Kind
+from moevement_core.rendezvous.values import AskedValues, Kind
 
 ON_NODE = 8
 """Number of members of a node."""
@@ -94,27 +94,12 @@ class _Node:
         self.wake()
 
 
-class _Values:
+class _Values(AskedValues):
     """Client of the job's values for one member (:class:`~moevement_core.rendezvous.values.JobValues`)."""
 
     def __init__(self, node: _Node, member: int, hub: Any) -> None:
         self._node, self._member, self._hub = node, member, hub
         self._asked: set[str] = set()
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(Kind.SET, key, value)
-
-    def claim(self, key: str, value: str) -> str:
-        return self._ask(Kind.CLAIM, key, value) or ""
-
-    def raise_to(self, key: str, value: str) -> None:
-        self._ask(Kind.RAISE, key, value)
-
-    def read(self, key: str) -> str | None:
-        return self._ask(Kind.READ, key, None)
-
-    def report(self, key: str, value: str) -> None:
-        self._ask(Kind.REPORT, key, value)
 
     def watch(self, key: str) -> str | None:
         known = self._node.known

@@ -27,7 +27,7 @@ from moevement_core.util.versions import version_line
 GROUPS = {
     "run": {
         "launch": "start the ranks of a training script",
-        "coordinate": "serve the store of a job on several hosts, and assign its ranks",
+        "coordinate": "coordinate a job on several hosts, and assign its ranks",
         "data": "make token files from text",
     },
     "look": {

@@ -1,4 +1,4 @@
-"""Addresses: that of the job's store, and that at which other ranks reach this rank."""
+"""Addresses: that at which a process meets its job, and that at which other ranks reach this rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return host and port of the job's store; None if the environment names none."""
+    """Return host and port in :data:`STORE_ENV`; None if the environment names none.
+
+    It is the store of torch's process groups in a rank, and the coordinator in a supervisor.
+    """
     if not (address := os.environ.get(STORE_ENV)):
         return None
     host, port = address.rsplit(":", 1)

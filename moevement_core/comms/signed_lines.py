@@ -58,6 +58,8 @@ class SignedLines:
         self._received, self._unsent = b"", b""
         self._nonce = secrets.token_hex(16)
         self._key: Token | None = None
+        self._broken: ConnectionError | None = None
+        """Error of a connection that has ended; None while it is open."""
         self._sent_lines = self._received_lines = 0
         if side is Side.CALLED:
             self._unsent = self._nonce.encode() + b"\n"
@@ -81,26 +83,37 @@ class SignedLines:
             NotAuthenticated: the other side has not proved that it has the token.
             ConnectionError: the other side is gone, or sent something else than signed lines.
         """
-        while True:
-            try:
-                data = self.socket.recv(1 << 18)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                raise ConnectionError(str(error)) from None
-            if not data:
-                raise ConnectionError("closed by the other side")
-            self._received += data
-            if len(self._received) > MAX_LINE_BYTES:
-                raise self._wrong("received data is not a line")
-            if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
-                break  # The first line of a caller with the token is shorter than the limit.
+        if self._broken is not None:
+            raise self._broken
+        self._read()
         *lines, self._received = self._received.split(b"\n")
+        if len(self._received) > MAX_LINE_BYTES:
+            raise self._wrong("received data is not a line")
         if self._key is None and lines:
             self._greet(lines.pop(0))
         if self._key is None and len(self._received) > MAX_UNKNOWN_BYTES:
             raise NotAuthenticated("received data is not a greeting")
-        return [self._message(line) for line in lines]
+        messages = [self._message(line) for line in lines]
+        if self._broken is not None and not messages:
+            raise self._broken
+        return messages
+
+    def _read(self) -> None:
+        """Read what has arrived, and note if the connection has ended, for the time after the last message."""
+        while len(self._received) <= MAX_LINE_BYTES:
+            try:
+                data = self.socket.recv(1 << 18)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._broken = ConnectionError(str(error))
+                return
+            if not data:
+                self._broken = ConnectionError("closed by the other side")
+                return
+            self._received += data
+            if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
+                return  # The first line of a caller with the token is shorter than the limit.
 
     def _greet(self, line: bytes) -> None:
         if self._side is Side.CALLER:

@@ -46,8 +46,9 @@ class SignedServer:
     Args:
         listener: bound socket that listens.
         token: token of the job.
-        take_in: called with each message and its caller. If the message is malformed, the function raises KeyError,
-            TypeError, ValueError or AttributeError, and the server closes the connection.
+        take_in: called with each message and its caller. If the message is malformed, the function raises LookupError,
+            TypeError, ValueError, ArithmeticError, RecursionError or AttributeError, and the server closes the
+            connection.
         has_gone: called with a caller whose connection is closed.
     """
 
@@ -160,7 +161,7 @@ class SignedServer:
         except NotAuthenticated:
             self.refused += 1
             self._drop(caller)
-        except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
+        except (ConnectionError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
             self._drop(caller)
 
     def _bound_unknown(self) -> None:

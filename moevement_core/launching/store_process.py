@@ -1,4 +1,4 @@
-"""Process that holds the job's store, for a job on one host.
+"""Process that holds the store of torch's process groups, for a job on one host.
 
 The launcher does not hold the store itself, because it forks ranks and spares as long as the job runs. The store
 answers on a thread. At any moment that thread may hold a lock of the C library, for example the resolver's lock while
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class StoreProcess:
-    """Process that holds the job's store, and answers requests of ranks, spares and the launcher.
+    """Process that holds the store of process groups, and answers requests of ranks and the launcher.
 
     Args:
         listener: a socket that listens on loopback. The process takes it over, and the caller's copy is closed.

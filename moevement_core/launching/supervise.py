@@ -132,13 +132,15 @@ def answer_of(client: LeaseClient, kind: Kind, key: str, value: str | None = Non
     """Pass a request on the job's values to the coordinator, wait for the answer, and return it.
 
     Raises:
-        ConfigError: the coordinator cannot be reached, or has another job token.
+        ConfigError: the coordinator cannot be reached, or has another job token, or the job has ended.
     """
     answers: list[str | None] = []
     client.ask(kind, key, value, answers.append)
     began = time.monotonic()
     while not answers:
         client.step((), {})
+        if client.stop is not None:
+            raise ConfigError(f"the job at {STORE_ENV}={os.environ.get(STORE_ENV)} has ended; start it again")
         waited_s = time.monotonic() - began
         if client.was_refused and waited_s > TOKEN_PATIENCE_S:
             raise ConfigError(

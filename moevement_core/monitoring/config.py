@@ -42,7 +42,7 @@ def unserved(port: str | None) -> str | None:
     """Return the reason why no process serves metrics at ``port``; None if a process does, or if ``port`` is None.
 
     A rank calls this. Only a launcher or a coordinator serves metrics. The job has one of them if the environment
-    of its ranks names the job's store (STORE_ENV).
+    of its ranks names a store (STORE_ENV).
     """
     if port is None or STORE_ENV in os.environ:
         return None

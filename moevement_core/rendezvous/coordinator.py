@@ -53,6 +53,8 @@ from moevement_core.rendezvous.values import Values
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
 
+MOST_REASONS = 16
+"""Largest number of errors of survivors in a roster, which every member receives."""
 MOST_REPORTED = 5
 """Largest number of split blocks for which the coordinator prints a line each; it prints only a count of the others.
 
@@ -608,7 +610,7 @@ class Coordinator:
             placement=digest_of(nodes, identities),
             deaths=tuple(self.losses.new),
             earlier=tuple(self.losses.unrecovered),
-            reasons=tuple(self._entered.reasons),
+            reasons=tuple(self._entered.reasons[:MOST_REASONS]),
             formed_at=now,
             first_committed_at=self._first_committed_at,
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,

@@ -59,7 +59,11 @@ class GenerationStore(StoreMixin):
 
     @override
     def wait_for_interrupted(self, timeout: timedelta) -> None:
-        if not self._watching.wait_until(self.is_interrupted, timeout.total_seconds()):
+        try:
+            has_come = self._watching.wait_until(self.is_interrupted, timeout.total_seconds())
+        except TimeoutError:  # The thread of the library goes on only after an error of the store.
+            has_come = False
+        if not has_come:
             raise dist.DistStoreError(f"generation {self.generation} is not interrupted")
 
     def is_interrupted(self) -> bool:

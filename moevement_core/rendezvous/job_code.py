@@ -2,8 +2,8 @@
 
 A launcher reads the script and its ``--config`` files once, and passes both to every process that it starts. So an edit
 for the next experiment does not affect a running job. Processes on other nodes, and newly started interpreters, may
-still load different code. So the first process that joins a job records its code in the store. Each later process
-compares its own code with the record. It does not join if the two differ.
+still load different code. So the first process that joins a job records its code among the values of the job. Each
+later process compares its own code with the record. It does not join if the two differ.
 """
 
 from __future__ import annotations

@@ -153,9 +153,9 @@ class LeaseServer:
 
     @property
     def supervisors(self) -> int:
-        """Number of supervisors that have sent a message within the lease time."""
+        """Number of supervisors that have sent a message within the lease time, with those that are still starting."""
         since = time.monotonic() - self._holder.lease_s
-        return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
+        return sum(supervisor.heard_at > since for supervisor in self._supervisors.values())
 
     @property
     def heard(self) -> set[str]:

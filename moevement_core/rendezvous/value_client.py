@@ -20,7 +20,7 @@ from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.relay import socket_address
-from moevement_core.rendezvous.values import Kind, check
+from moevement_core.rendezvous.values import AskedValues, Kind, check
 from moevement_core.util.environment import SUPERVISOR_ENV
 
 SLICE_S = 0.5
@@ -34,7 +34,7 @@ A supervisor that has ended takes its processes with it. So only one that is sto
 """
 
 
-class ValueClient:
+class ValueClient(AskedValues):
     """Client of a supervisor's relay. One thread calls all methods.
 
     An exception that interrupts the thread may come in the middle of a call. The next call then begins on a new
@@ -61,26 +61,6 @@ class ValueClient:
         """Number of changes of watched values that have arrived."""
         self._again: dict[int, str] = {}
         """Keys that this process asks to watch again on a new connection, by the number of the request."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set the value of a key; return when the coordinator has it."""
-        self._ask(Kind.SET, key, value)
-
-    def claim(self, key: str, value: str) -> str:
-        """Return the value of a key; first set ``value`` if the key has none."""
-        return self._ask(Kind.CLAIM, key, value) or ""
-
-    def raise_to(self, key: str, value: str) -> None:
-        """Set the value of a key if the number at its beginning is larger than before; return after the coordinator."""
-        self._ask(Kind.RAISE, key, value)
-
-    def read(self, key: str) -> str | None:
-        """Return the coordinator's value of a key; None if it has none."""
-        return self._ask(Kind.READ, key, None)
-
-    def report(self, key: str, value: str) -> None:
-        """Report a value under ``TOPIC/MEMBER`` to the coordinator; return when the coordinator has it."""
-        self._ask(Kind.REPORT, key, value)
 
     def watch(self, key: str) -> str | None:
         """Return the newest value of a key that has arrived here; only the first call for a key asks for it."""
@@ -124,7 +104,7 @@ class ValueClient:
                 lines = self._lines_now
                 lines.send({"asks": [[number, kind, key, value]]})
                 while lines.has_unsent:
-                    select.select((), (lines.socket,), (), SLICE_S)
+                    _wait_until_writable(lines.socket)
                     lines.flush()
             while self._lines is not None:
                 if number in self._answers:
@@ -199,12 +179,19 @@ class ValueClient:
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(SLICE_S)  # Strangers may have filled the listener's queue.
         try:
             connection.connect(socket_address(self._address))
         except OSError as error:
             connection.close()
             raise ConnectionError(str(error)) from None
         return connection
+
+
+def _wait_until_writable(connection: socket.socket) -> None:
+    waiting = select.poll()  # select.select() refuses descriptors above 1,023.
+    waiting.register(connection, select.POLLOUT)
+    waiting.poll(1000 * SLICE_S)
 
 
 def supervisor_address() -> str | None:

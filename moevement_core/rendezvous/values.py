@@ -6,6 +6,7 @@ values to the coordinator, such as that they have left a generation. Nobody but 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Protocol
@@ -104,6 +105,34 @@ class JobValues(Protocol):
         """Close the connection to the coordinator; a later call opens another."""
 
 
+class AskedValues(ABC):
+    """Part of :class:`JobValues` in which each call is one request to the coordinator, and waits for its answer."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value of a key; return when the coordinator has it."""
+        self._ask(Kind.SET, key, value)
+
+    def claim(self, key: str, value: str) -> str:
+        """Return the value of a key; first set ``value`` if the key has none."""
+        return self._ask(Kind.CLAIM, key, value) or ""
+
+    def raise_to(self, key: str, value: str) -> None:
+        """Set the value of a key if the number at its beginning is larger than before (:func:`number_of`)."""
+        self._ask(Kind.RAISE, key, value)
+
+    def read(self, key: str) -> str | None:
+        """Return the coordinator's value of a key; None if it has none."""
+        return self._ask(Kind.READ, key, None)
+
+    def report(self, key: str, value: str) -> None:
+        """Report a value under ``TOPIC/MEMBER`` to the coordinator; return when the coordinator has it."""
+        self._ask(Kind.REPORT, key, value)
+
+    @abstractmethod
+    def _ask(self, kind: Kind, key: str, value: str | None) -> str | None:
+        """Send a request until it is answered, and return the answer."""
+
+
 class Values:
     """Values of a job, in the process of its coordinator. One thread calls all methods."""
 
@@ -111,6 +140,8 @@ class Values:
         self._values: dict[str, str] = {}
         self._watchers: dict[str, dict[Watcher, None]] = {}
         """Watchers by key; a key may have watchers before it has a value."""
+        self._keys_of: dict[Watcher, set[str]] = {}
+        """Keys that each watcher watches."""
         self._reports: dict[str, dict[int, str]] = {}
         """Newest report of each member, by topic."""
         self._new: dict[str, dict[int, str]] = {}
@@ -143,12 +174,15 @@ class Values:
     def watch(self, key: str, watcher: Watcher) -> str | None:
         """Call ``watcher`` at each change of a key from now on; return the value of the key."""
         self._watchers.setdefault(key, {})[watcher] = None
+        self._keys_of.setdefault(watcher, set()).add(key)
         return self._values.get(key)
 
     def forget(self, watcher: Watcher) -> None:
         """Call ``watcher`` no more."""
-        for watchers in self._watchers.values():
-            watchers.pop(watcher, None)
+        for key in self._keys_of.pop(watcher, ()):
+            del self._watchers[key][watcher]
+            if not self._watchers[key]:
+                del self._watchers[key]
 
     def report(self, topic: str, member: int, value: str) -> None:
         """Take a member's report on a topic. A second report with the same value is not new."""

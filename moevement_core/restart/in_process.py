@@ -69,6 +69,8 @@ QUIET = 1 / 6
 
 After this time, it reports each further phase of leaving to the coordinator.
 """
+MOST_OF_A_REASON = 1000
+"""Largest number of characters of an error in the report with which a rank leaves a generation."""
 REPORT_S = 5.0
 """Longest time in seconds in which a process tries to report that it gives its rank back. After that, the process ends
 without the report, and only the exit code tells the reason."""
@@ -355,8 +357,8 @@ class _Restarts:
                 self._reason = f"rank {now.rank}: {guard.hang}"
             return ended
         except BaseException as end:
-            # The end of this process breaks its process groups, which the other ranks see as an abort. So the store
-            # must have the interruption first. If no rank has trained, each rank reports the mistake itself.
+            # The end of this process breaks its process groups, which the other ranks see as an abort. So the
+            # coordinator must know of the interruption first. If no rank has trained, each rank reports the mistake.
             if self._training.has_begun or now.roster.generation > 0:
                 guard.interrupt_all(Interruption.BASE_EXCEPTION)
             if isinstance(end, _Unfit):
@@ -403,4 +405,4 @@ def _introduction(devices: tuple[str, ...]) -> MemberInfo:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+    return (str(error).splitlines() or [""])[0][:MOST_OF_A_REASON]

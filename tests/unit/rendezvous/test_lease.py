@@ -261,6 +261,20 @@ def test_supervisors_that_all_call_at_once_are_each_greeted_once(both: Both) -> 
         client.close()
 
 
+def test_an_answer_before_the_end_of_a_connection_is_heard(both: Both) -> None:
+    """End the server right after its last answer, which says that the job has ended."""
+    both.until(lambda: both.client.is_connected)
+    both.answer = {"generation": 3, "stop": {"reason": "why", "code": 2}}
+    both.client._beat_at = -1e9
+    both.client.step([4, 5], {4: 7})
+    both.server.poll(0.05, both.answer)
+    both.server.close()
+    both.client._receive()
+    assert both.client.stop == {"reason": "why", "code": 2}
+    both.client._receive()
+    assert not both.client.is_connected
+
+
 def test_calls_back_off_and_never_pause_for_long() -> None:
     client = LeaseClient("task 0", ("127.0.0.1", 1), LEASE_S, TOKEN)
     pauses = []
