@@ -7,6 +7,7 @@ backoff). A commit of an iteration that the job has never committed before is *p
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 FAILURES = 4
 """Number of failures in a row after which the coordinator stops the job. A failure counts only if a rank reported an
@@ -22,42 +23,59 @@ LONGEST_BACK_OFF_S = 30.0
 """Longest time in seconds that the job waits after a failure before it starts again."""
 
 
+@dataclass
+class Counts:
+    """Counts of :class:`Attempts`, which another coordinator can continue."""
+
+    committed: int = -1
+    """Newest iteration that the job has committed; -1 for none."""
+    here: int = -1
+    """Newest iteration that the job has committed since it was last formed; -1 for none.
+
+    It is lower than :attr:`committed` while ranks repeat iterations that were committed before a failure.
+    """
+    before: int = -1
+    """Newest iteration that the job had committed when it was last formed; -1 for none."""
+    failures: int = 0
+    """Number of failures in a row in which a rank reported an error and no rank died."""
+    deaths: dict[str, int] = field(default_factory=dict)
+    """Number of deaths since the job last committed a new iteration; a key is ``RANK ITERATION``."""
+    in_a_row: int = 0
+    """Number of failures since the job last committed a new iteration; repeated iterations do not count as new."""
+    generation: int = -1
+    """Newest generation whose failure was counted."""
+    replaced: set[int] = field(default_factory=set)
+    """Ranks whose processes computed NaN or infinity and were replaced since a new iteration was last committed."""
+
+
 class Attempts:
     """Counters of failures since the job last committed a new iteration; repeated iterations do not count as new."""
 
     def __init__(self) -> None:
-        self._committed = self._here = -1
-        """Newest iteration that the job has committed: ever (``_committed``), and since it was last formed (``_here``).
-
-        A value of -1 means none. ``_here`` is lower while ranks repeat iterations that were committed before a failure.
-        """
-        self._failures = 0
-        self._deaths: dict[tuple[int, int], int] = {}
-        """Number of deaths since the job last committed a new iteration, by rank and by the iteration of the death."""
-        self._in_a_row = 0
-        """Number of failures since the job last committed a new iteration; repeated iterations do not count as new."""
-        self._generation = -1
-        """Newest generation whose failure was counted."""
-        self._replaced: set[int] = set()
-        """Ranks whose processes computed NaN or infinity and were replaced since a new iteration was last committed."""
+        self.counts = Counts()
 
     @property
     def has_committed(self) -> bool:
         """True if the job has committed an iteration."""
-        return self._committed >= 0
+        return self.counts.committed >= 0
+
+    @property
+    def has_progressed(self) -> bool:
+        """True if the job has committed a new iteration since it was last formed."""
+        return self.counts.committed > self.counts.before
 
     def committed(self, iteration: int) -> None:
         """Note that some rank has committed ``iteration``; a new iteration is progress and resets the counters."""
-        self._here = max(self._here, iteration)
-        if iteration > self._committed:
-            self._committed = iteration
-            self._failures = self._in_a_row = 0
-            self._deaths.clear()
-            self._replaced.clear()
+        self.counts.here = max(self.counts.here, iteration)
+        if iteration > self.counts.committed:
+            self.counts.committed = iteration
+            self.counts.failures = self.counts.in_a_row = 0
+            self.counts.deaths.clear()
+            self.counts.replaced.clear()
 
     def formed(self) -> None:
         """Note that the job was formed again. Which iteration it executes is unknown until a rank reports a commit."""
-        self._here = -1
+        self.counts.here, self.counts.before = -1, self.counts.committed
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
         """Count the failure of a generation, and decide whether the coordinator may form the job again.
@@ -73,22 +91,23 @@ class Attempts:
         Returns:
             The reason why the coordinator has to stop the job; None if it may form the job again.
         """
-        is_new = generation != self._generation
-        self._generation = generation
-        self._in_a_row += is_new
-        iteration = (self._here if self._here >= 0 else self._committed) + 1
+        is_new = generation != self.counts.generation
+        self.counts.generation = generation
+        self.counts.in_a_row += is_new
+        iteration = (self.counts.here if self.counts.here >= 0 else self.counts.committed) + 1
         for rank in dead_ranks if is_new else ():
-            self._deaths[rank, iteration] = self._deaths.get((rank, iteration), 0) + 1
-            if self._deaths[rank, iteration] >= DEATHS:
+            key = f"{rank} {iteration}"
+            self.counts.deaths[key] = self.counts.deaths.get(key, 0) + 1
+            if self.counts.deaths[key] >= DEATHS:
                 return (
                     f"rank {rank} died {DEATHS} times in a row in iteration {iteration}, which was never committed; if "
                     f"the batch of this iteration is the cause, leave it out with --iterations-to-skip {iteration}"
                 )
         if dead_ranks:
-            self._failures = 0
+            self.counts.failures = 0
         elif reasons and is_new:
-            self._failures += 1
-            if self._failures >= FAILURES:
+            self.counts.failures += 1
+            if self.counts.failures >= FAILURES:
                 return f"the job failed {FAILURES} times in a row at the same iteration; the last error: {reasons[0]}"
         return None
 
@@ -104,9 +123,9 @@ class Attempts:
             The lowest of these ranks that was not replaced since the job last committed a new iteration. None if all
             were replaced; then the batch or the model is the cause.
         """
-        rank = min(set(ranks) - self._replaced, default=None)
+        rank = min(set(ranks) - self.counts.replaced, default=None)
         if rank is not None:
-            self._replaced.add(rank)
+            self.counts.replaced.add(rank)
         return rank
 
     @property
@@ -115,6 +134,6 @@ class Attempts:
 
         The value is 0 until the job has failed three times without a newly committed iteration.
         """
-        if self._in_a_row < 3:
+        if self.counts.in_a_row < 3:
             return 0.0
-        return float(min(BACK_OFF_S * 2 ** (self._in_a_row - 3), LONGEST_BACK_OFF_S))
+        return float(min(BACK_OFF_S * 2 ** (self.counts.in_a_row - 3), LONGEST_BACK_OFF_S))

@@ -47,8 +47,9 @@ from moevement_core.rendezvous.roster import (
     UnusableDevice,
     digest_of,
 )
+from moevement_core.rendezvous.standing import STANDING, Standing
 from moevement_core.rendezvous.takeover import split_blocks, take_over
-from moevement_core.rendezvous.values import Values
+from moevement_core.rendezvous.values import Values, number_of
 
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
@@ -135,7 +136,7 @@ class Coordinator:
         """Value of the clock in seconds when the job began to wait for missing spares; None while it does not wait."""
         self._grid: Grid | None = None
         """Sizes that an elastic job may have, once a rank has published them; None for a job of fixed size."""
-        self._is_winding_down = False
+        self.is_winding_down = False
         """True if the user or the batch system asked the job to save and end after the current iteration."""
         self._judged = -1
         """Newest generation for which the coordinator has acted on reports that ranks computed NaN or infinity."""
@@ -149,7 +150,72 @@ class Coordinator:
         self._split: set[int] = set()
         """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
         self._generation_keys = GenerationKeys(values, groups)
+        self._kept: tuple[Any, ...] = ()
+        """Values that :meth:`_keep` has compared last."""
         values.claim(JOB_NAME, uuid.uuid4().hex[:8])
+        if (standing := values.read(STANDING)) is not None:
+            self._continue(Standing.decode(standing))
+
+    # A coordinator that takes over
+
+    def _continue(self, before: Standing) -> None:
+        """Continue the job of a coordinator that is lost, from its newest standing and the other values.
+
+        Every member gets a whole lease time, in which its supervisor has to find this coordinator.
+        """
+        self.losses.new, self.losses.unrecovered = [*before.new_deaths], [*before.unrecovered]
+        self.losses.count(before.uncounted)
+        self.membership.dead |= set(before.dead)
+        self.given_up = set(before.given_up)
+        self._attempts.counts = before.counts
+        self._judged, self._block, self._split = before.judged, before.block, set(before.split)
+        self._suspect_nodes, self._broken = set(before.suspect_nodes), set(before.broken)
+        self._first_committed_at, self.is_winding_down = before.first_committed_at, before.is_winding_down
+        self.membership.welcome()
+        if (head := self._values.read(ROSTER)) is None:
+            return
+        generation, _, text = head.partition(" ")
+        numbers = (self._values.read(SHARDS) or "").partition(" ")[2]
+        shards = [(self._values.read(SHARD.format(number)) or "").partition(" ")[2] for number in numbers.split(",")]
+        self.roster = Roster.decode(text).joined(map(Shard.decode, shards))
+        self._entered.begin(before.entered, before.entered_members)
+        self._interrupted_at = self._proposed_at = self._clock()
+        self.state = self._state_of_values()
+        if self.state is State.RUNNING and not self._attempts.has_progressed:
+            # Its ranks may still be making process groups, through a store that was lost with the other coordinator.
+            self._interrupt(int(generation), 0)
+            self._interrupted()
+
+    def _state_of_values(self) -> State:
+        """Return the state of the job that the values of another coordinator mean."""
+        if (reason := self._values.read(STOP)) is not None:
+            return State.STOPPED if reason else State.DONE
+        generation, _, decision = (self._values.read(START) or "-1 ").partition(" ")
+        if int(generation) < self.roster.generation:
+            return State.PROPOSED
+        is_interrupted = number_of(self._values.read(INTERRUPTED)) >= self.roster.generation
+        return State.FORMING if decision != "go" or is_interrupted else State.RUNNING
+
+    def _keep(self) -> None:
+        """Set the value of :data:`STANDING` if the state has changed since the last call."""
+        now = (
+            self.state, self.roster.generation, self._entered.generation, len(self.membership.dead), len(self.given_up),
+            self._attempts.has_progressed, self._judged, self.is_winding_down, len(self.losses.unrecovered),
+            self._form_at is None,
+        )  # fmt: skip
+        if now == self._kept or self.roster.generation < 0:
+            return
+        self._kept = now
+        standing = Standing(
+            dead=tuple(sorted(self.membership.dead)), given_up=tuple(sorted(self.given_up)),
+            new_deaths=tuple(self.losses.new), unrecovered=tuple(self.losses.unrecovered),
+            uncounted=self.losses.not_counted, counts=self._attempts.counts, entered=self._entered.generation,
+            entered_members=tuple(sorted(self._entered.members)), judged=self._judged,
+            suspect_nodes=tuple(sorted(self._suspect_nodes)), broken=tuple(sorted(self._broken)), block=self._block,
+            split=tuple(sorted(self._split)), first_committed_at=self._first_committed_at,
+            is_winding_down=self.is_winding_down,
+        )  # fmt: skip
+        self._values.set(STANDING, standing.encode())
 
     @property
     def members(self) -> Mapping[int, MemberInfo]:
@@ -236,7 +302,7 @@ class Coordinator:
         If all ranks fail before that boundary, the coordinator stops the job. If it formed the job again, the new ranks
         would only execute one iteration and then end.
         """
-        self._is_winding_down = True
+        self.is_winding_down = True
 
     def stop(self, reason: str) -> None:
         """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches."""
@@ -245,6 +311,10 @@ class Coordinator:
 
     def step(self) -> None:
         """Look at the reports and the leases, and change the state of the job if they require it; never block."""
+        self._look_and_act()
+        self._keep()
+
+    def _look_and_act(self) -> None:
         self._values.has_news = False
         for info in self.membership.welcome():
             self._respawns.has_joined(info.node)
@@ -371,7 +441,7 @@ class Coordinator:
         survivors = {rank: member for rank, member in self.roster.ranks.items() if member not in self.membership.dead}
         if not self._have_left(survivors):
             return
-        if self._is_winding_down and self._entered.generation >= 0 and not survivors:
+        if self.is_winding_down and self._entered.generation >= 0 and not survivors:
             self.stop(
                 "the job was asked to end, and no rank that trained is left; start the job again to continue from the "
                 "saved state"

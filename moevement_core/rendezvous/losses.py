@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from moevement_core.rendezvous.roster import Death, NoticedBy
 
@@ -46,6 +47,15 @@ class Losses:
     def recovered(self) -> None:
         """Note that a generation has recovered and resumed training."""
         self.unrecovered.clear()
+
+    @property
+    def not_counted(self) -> tuple[int, ...]:
+        """Ranks that :meth:`uncounted` has not returned yet."""
+        return tuple(self._uncounted)
+
+    def count(self, ranks: Iterable[int]) -> None:
+        """Let the next call of :meth:`uncounted` return ``ranks`` too."""
+        self._uncounted += ranks
 
     def uncounted(self) -> list[int]:
         """Return the ranks that died since the last call; a rank that died twice is in the list twice."""

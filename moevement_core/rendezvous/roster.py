@@ -115,7 +115,7 @@ class MemberInfo:
         Raises:
             ExchangeError: the value is not an encoded :class:`MemberInfo`.
         """
-        return _decoded(text, MemberInfo)
+        return decoded(text, MemberInfo)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class UnusableDevice:
         Raises:
             ExchangeError: the value is not an encoded :class:`UnusableDevice`.
         """
-        return _decoded(text, UnusableDevice)
+        return decoded(text, UnusableDevice)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Shard:
         Raises:
             ExchangeError: the value is not an encoded :class:`Shard`.
         """
-        return _decoded(text, Shard)
+        return decoded(text, Shard)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Roster:
         Raises:
             ExchangeError: the value is not an encoded :class:`Roster`.
         """
-        return _decoded(text, Roster)
+        return decoded(text, Roster)
 
 
 def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
@@ -280,7 +280,12 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
     return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
 
 
-def _decoded[T](text: str | bytes, kind: type[T]) -> T:
+def decoded[T](text: str | bytes, kind: type[T]) -> T:
+    """Decode the text of a value.
+
+    Raises:
+        ExchangeError: the text is no encoded object of type ``kind``.
+    """
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

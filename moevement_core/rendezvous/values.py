@@ -13,6 +13,19 @@ from typing import Protocol
 
 Watcher = Callable[[str, str], None]
 """Function that is called with a key and its new value when the value changes."""
+Operation = tuple[str, str, str]
+"""Change of the values: a :class:`Change`, a key, and a value."""
+
+
+class Change(StrEnum):
+    """Kind of an :data:`Operation`."""
+
+    SET = "set"
+    """Sets the value of a key."""
+    REPORT = "report"
+    """Takes a report; the key is ``TOPIC/MEMBER``."""
+    FORGET = "forget"
+    """Deletes all reports on topics that begin with the key; the value is empty."""
 
 
 class Kind(StrEnum):
@@ -148,11 +161,14 @@ class Values:
         """Reports that :meth:`new_reports` has not returned yet, by topic."""
         self.has_news = False
         """True if a report has arrived; the coordinator resets it when it looks at the reports."""
+        self.on_operation: Callable[[Operation], None] = lambda operation: None
+        """Function that is called with each operation, before anybody else learns of it."""
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key, and tell its watchers."""
         if self._values.get(key) != value:
             self._values[key] = value
+            self.on_operation((Change.SET, key, value))
             for watcher in self._watchers.get(key, ()):
                 watcher(key, value)
 
@@ -191,6 +207,7 @@ class Values:
             reports[member] = value
             self._new.setdefault(topic, {})[member] = value
             self.has_news = True
+            self.on_operation((Change.REPORT, f"{topic}/{member}", value))
 
     def reports(self, topic: str) -> Mapping[int, str]:
         """Return the newest report of each member on a topic, by member."""
@@ -205,6 +222,32 @@ class Values:
         for reports in (self._reports, self._new):
             for topic in [topic for topic in reports if topic.startswith(prefix)]:
                 del reports[topic]
+        self.on_operation((Change.FORGET, prefix, ""))
+
+    def operations(self) -> Iterator[Operation]:
+        """Yield operations that make these values out of none."""
+        for key, value in self._values.items():
+            yield Change.SET, key, value
+        for topic, reports in self._reports.items():
+            for member, value in reports.items():
+                yield Change.REPORT, f"{topic}/{member}", value
+
+    def execute(self, operation: Operation) -> None:
+        """Execute an operation of other values (:attr:`on_operation`), so that these become equal to those.
+
+        Raises:
+            ValueError: the operation is malformed.
+        """
+        change, key, value = operation
+        if change == Change.SET:
+            self.set(key, value)
+        elif change == Change.REPORT:
+            topic, _, member = key.rpartition("/")
+            self.report(topic, int(member), value)
+        elif change == Change.FORGET:
+            self.forget_reports(key)
+        else:
+            raise ValueError(f"operation {change!r} is unknown")
 
     def answer(self, kind: str, key: str, value: str | None, watcher: Watcher) -> str | None:
         """Execute a request of another process, and return the answer.
