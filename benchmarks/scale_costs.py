@@ -35,6 +35,7 @@ from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.roster import ACKNOWLEDGED, LEFT, ROSTER, SHARD, Death, Roster
+from moevement_core.rendezvous.values import Change
 from moevement_core.saving.stage_policy import _Summary
 from moevement_core.simulator.regroup import depth
 from moevement_core.snapshot.agreement import HORIZON
@@ -181,6 +182,19 @@ def _roster_of_all(ranks: int) -> float:
     return ranks / ON_NODE * _roster_of_node(ranks)
 
 
+def _mirrored(ranks: int) -> float:
+    """Return the bytes that the standby receives: the roster, its shards, and two reports of each rank."""
+    head, shards = _roster(ranks).divided()
+    left = {"reason": "", "committed": 1000, "at": 1.7e9, "had_recovered": True, "suspects": []}
+    operations = [(Change.SET, ROSTER, head.encode())]
+    operations += [(Change.SET, SHARD.format(number), shard.encode()) for number, shard in shards.items()]
+    reports = [
+        (Change.REPORT, f"{LEFT.format(3)}/1000", json.dumps(left)),
+        (Change.REPORT, f"{ACKNOWLEDGED.format(3)}/1000", ""),
+    ]
+    return len(json.dumps(operations)) + ranks * len(json.dumps(reports))
+
+
 def _statuses(ranks: int) -> float:
     return _from_all([_size(RankStatus(1, rank, True, 0, 1000, True)) for rank in _some(ranks)], ranks)
 
@@ -233,6 +247,7 @@ COSTS = (
     Cost("decision", "a rank receives the memory that all ranks need", Growth.LINEAR, _needs, "saving/windows.py: _needed"),
     Cost("failure", "reports of ranks to the coordinator", Growth.LINEAR, _reported, "rendezvous/member.py: leave"),
     Cost("failure", "the coordinator sends each node its roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
+    Cost("failure", "the standby receives what changes", Growth.LINEAR, _mirrored, "rendezvous/mirror.py: Mirror"),
     Cost("failure", "a node receives its part of the roster", Growth.LINEAR, _roster_of_node, "rendezvous/relay.py: Relay"),
     Cost("failure", "a rank receives the statuses of all ranks", Growth.LINEAR, _statuses, "session/rejoin.py: rejoin"),
     Cost("failure", "a rank receives digests of policies", Growth.LINEAR, _summaries, "saving/stage_policy.py: share_policy"),

@@ -41,6 +41,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--tasks-per-node", type=int, default=1, metavar="K", help="number of tasks that COMMAND starts (default: 1)"
     )
     parser.add_argument(
+        "--no-standby",
+        action="store_true",
+        help="start no standby, the process on another node that takes over when the coordinator is lost",
+    )
+    parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
@@ -80,5 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
             run_dir=arguments.run_dir,
             tasks=tasks,
             command=arguments.command_line,
+            has_standby=not arguments.no_standby,
         )
     )

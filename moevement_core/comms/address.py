@@ -22,7 +22,12 @@ def store_address() -> tuple[str, int] | None:
     """
     if not (address := os.environ.get(STORE_ENV)):
         return None
-    host, port = address.rsplit(":", 1)
+    return address_of(address)
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return the host and the port of an address ``HOST:PORT``."""
+    host, _, port = text.rpartition(":")
     return host, int(port)
 
 

@@ -178,5 +178,7 @@ class SignedLines:
                     raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
-        """Close the socket; unsent lines are lost."""
+        """End the connection; unsent lines are lost."""
+        with suppress(OSError):  # Forks of this process may have copies of the socket.
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

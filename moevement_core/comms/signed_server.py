@@ -137,7 +137,7 @@ class SignedServer:
                 for message in messages:
                     caller.lines.send(message)
             except ConnectionError:
-                self._drop(caller)
+                self.drop(caller)
                 continue
             if caller.lines.has_unsent:
                 self._to_flush[caller] = None
@@ -160,9 +160,9 @@ class SignedServer:
                 self._take_in(caller, message)
         except NotAuthenticated:
             self.refused += 1
-            self._drop(caller)
+            self.drop(caller)
         except (ConnectionError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
-            self._drop(caller)
+            self.drop(caller)
 
     def _bound_unknown(self) -> None:
         """Limit the number of connections whose callers have not proved yet that they have the job's token.
@@ -175,7 +175,7 @@ class SignedServer:
         allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
         while self._unknown and now - (oldest := next(iter(self._unknown))).since > allowed_s:
             self.refused += 1
-            self._drop(oldest)
+            self.drop(oldest)
         if (is_accepting := len(self._unknown) < MOST_UNKNOWN) is self._is_accepting:
             return
         self._is_accepting = is_accepting
@@ -184,7 +184,8 @@ class SignedServer:
         else:
             self._selector.unregister(self._listener)
 
-    def _drop(self, caller: Caller) -> None:
+    def drop(self, caller: Caller) -> None:
+        """Close the connection of a caller."""
         if self._callers.pop(caller.lines.socket, None) is None:
             return
         self._selector.unregister(caller.lines.socket)

@@ -6,26 +6,30 @@ the coordinator also starts the tasks of each node, which supervise the ranks th
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from moevement_core.comms.address import address_of
 from moevement_core.comms.token import HOW, Token, given_token
-from moevement_core.errors import ConfigError
+from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
 from moevement_core.launching.limits import CONNECTIONS_TO_A_STORE, allow_open_files
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
-from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.coordinator import LEASE_S, Coordinator, State
+from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import LeaseServer
+from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import RANKS, STOP, STORE
 from moevement_core.rendezvous.store import of_groups
 from moevement_core.rendezvous.values import Values
@@ -37,6 +41,12 @@ from moevement_core.util.file_modes import file_mode, make_folder
 from moevement_core.util.words import spares_words
 
 POLL_S = 0.05
+OPTIONS = "coordinator/options"
+"""Key of the options of the coordinator (:class:`Coordination`) that another coordinator of the job needs."""
+LEASES_ALONE = 12
+"""Number of lease times after which a coordinator out of office, or a standby without any connection, ends."""
+LEASES_TO_RESIGN = 3
+"""Number of lease times in which a coordinator that resigns tries to tell its standby."""
 ENTRIES_S = 2.0
 """Longest time in seconds until ``ranks.json`` lists spares whose supervisor has lost or regained its connection.
 
@@ -76,6 +86,20 @@ class Coordination:
     """Command that starts the tasks of each node; None if the job script starts them."""
     command: str = ""
     """Command line of the coordinator, as ``job.json`` records it."""
+    has_standby: bool = True
+    """True if a supervisor starts a standby, which takes over when this coordinator is lost."""
+
+    def encode(self) -> str:
+        """Return the options that another coordinator of the job needs, as text."""
+        options = {**asdict(replace(self, tasks=None)), "run_dir": str(self.run_dir) if self.run_dir else None}
+        return json.dumps(options)
+
+    @staticmethod
+    def decode(text: str, host: str) -> Coordination:
+        """Return the options of a coordinator on ``host`` that continues the job of another one."""
+        options = json.loads(text)
+        run_dir = Path(options["run_dir"]) if options["run_dir"] else None
+        return Coordination(**{**options, "host": host, "run_dir": run_dir})
 
 
 def coordinate(what: Coordination) -> int:
@@ -104,17 +128,40 @@ def coordinate(what: Coordination) -> int:
         signals.may_wind_down = True
         try:
             with entry:
-                entry.outcome = _run(what, signals, entry)
-                return entry.outcome.code
+                listener = _listen(what, what.port)
+                at = f"{what.host}:{listener.getsockname()[1]}"
+                entry.listens_at(at)
+                entry.outcome = run_coordinator(what, signals, entry, Place(listener, Values(), Term(1, at)))
+                return entry.outcome.code if entry.outcome is not None else _code_of(record)
         except Stopped as stopped:
             print(f"moevement: stopped by {stopped_by(stopped)}", file=sys.stderr, flush=True)
             return 128 + stopped.number
 
 
-def _run(options: Coordination, signals: Signals, entry: JobFile) -> Outcome:
+@dataclass(frozen=True)
+class Place:
+    """Place of a coordinator: where supervisors find it, its values, and since when it is in office."""
+
+    listener: socket.socket
+    values: Values
+    term: Term
+    lease_s: float = LEASE_S
+    """Lease time in seconds, until a supervisor knows it from the flags of the script."""
+
+
+def _code_of(record: RunRecord | None) -> int:
+    """Return the exit code of a job that another coordinator has ended, from ``job.json``; 1 if it is not known."""
+    job = None
+    with suppress(RunRecordError):
+        job = record.job() if record is not None else None
+    return 1 if job is None or job.code is None else job.code
+
+
+def run_coordinator(options: Coordination, signals: Signals, entry: JobFile, place: Place) -> Outcome | None:
+    """Run a coordinator until the job has ended; return its outcome, or None if another coordinator takes over."""
     running: _Coordination | None = None
     try:
-        running = _Coordination(options, signals, entry)
+        running = _Coordination(options, signals, entry, place)
         return running.run(signals)
     finally:
         if running is not None:
@@ -122,49 +169,82 @@ def _run(options: Coordination, signals: Signals, entry: JobFile) -> Outcome:
 
 
 class _Coordination:
-    def __init__(self, options: Coordination, signals: Signals, entry: JobFile) -> None:
+    def __init__(self, options: Coordination, signals: Signals, entry: JobFile, place: Place) -> None:
         import torch
 
         signals.check()  # The import took seconds, and no signal is raised within it.
         self._what, self._entry = options, entry
-        listener, of_store = _listen(options, options.port), _listen(options, 0)
+        of_store = _listen(options, 0)
         token, store = _token_for(options), (options.host, int(of_store.getsockname()[1]))
+        self._token = token
         self._store = torch.distributed.TCPStore(
             *store, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=of_store.detach(), use_libuv=True,
         )  # fmt: skip
-        values = self._values = Values()
+        values = self._values = place.values
         values.set(RANKS, str(options.ranks))
         values.set(STORE, f"{store[0]}:{store[1]}")
+        values.set(OPTIONS, options.encode())
         self._coordinator = Coordinator(
-            values, options.ranks, options.spare_timeout_s, _report, groups=of_groups(self._store, token)
-        )
-        self._server = LeaseServer(listener, self._coordinator, token, on_request=self._take_request, values=values)
+            values, options.ranks, options.spare_timeout_s, report, groups=of_groups(self._store, token),
+            lease_s=place.lease_s,
+        )  # fmt: skip
+        self._server = LeaseServer(
+            place.listener, self._coordinator, token, on_request=self._take_request, values=values,
+            office=Office(place.term),
+        )  # fmt: skip
+        self._standby = ""
+        """Address of the standby of which the user knows; empty for none."""
+        self._successor: LeaseClient | None = None
+        """Connection to the standby that may have taken over; None unless this coordinator is not in office."""
         self._endpoint: Endpoint | None = None
-        self._wind_down = False
+        self._has_endpoint = False
+        """True once the metrics endpoint was opened, or could not be opened."""
+        if (served := values.read(SERVED)) is not None:
+            try:
+                self._open_endpoint(served)
+            except ConfigError as error:  # Another job may use the port of this host; this job goes on.
+                report(f"metrics of the run are not served any more: {error}")
+        self._wind_down = self._coordinator.is_winding_down
         self._code = 1
         """Exit code of the coordinator if the job is stopped; a supervisor's request can set it."""
-        self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
+        is_running = self._coordinator.state is State.RUNNING
+        self._generation = self._coordinator.roster.generation if is_running else -1
+        self._reported, self._written = 0, list[dict[str, Any]]()
         self._population: tuple[Any, ...] = ()
         self._looked_at = -float("inf")
         """Time at which the entries of ``ranks.json`` were last computed, in monotonic seconds."""
         self._refused = 0
-        at = f"{options.host}:{listener.getsockname()[1]}"
-        _report(f"{STORE_ENV}={at} is the coordinator of a job of {options.ranks} ranks")
+        at = place.term.owner
+        report(f"{STORE_ENV}={at} is the coordinator of a job of {options.ranks} ranks")
         self._tasks = (
-            NodeTasks(options.tasks, {STORE_ENV: at, **token.environment}, _report)
+            NodeTasks(options.tasks, {STORE_ENV: at, **token.environment}, report)
             if options.tasks is not None
             else None
         )
 
-    def run(self, signals: Signals) -> Outcome:
-        """Run the coordinator until the job has ended; return the job's exit code and the reason."""
-        coordinator = self._coordinator
+    def run(self, signals: Signals) -> Outcome | None:
+        """Run the coordinator until the job has ended.
+
+        Returns:
+            The job's exit code and the reason; None if another coordinator has taken over.
+        """
+        coordinator, in_office_at = self._coordinator, time.monotonic()
         while coordinator.state not in (State.DONE, State.STOPPED):
+            self._server.wants_standby = self._what.has_standby and coordinator.has_trained()
             self._server.poll(POLL_S, self._answer())
+            signals.check()
+            if self._server.office.is_deposed:
+                self._wait_for_tasks(signals)
+                return None
+            if not self._server.is_in_office:
+                self._ask_standby()
+                if time.monotonic() - in_office_at > LEASES_ALONE * coordinator.lease_s:
+                    return Outcome(1, "neither the standby of the coordinator nor half of the supervisors answer")
+                continue
+            in_office_at = time.monotonic()
             coordinator.step()
             self._report_changes()
-            signals.check()
             if signals.asked_by is not None and self._generation < 0:
                 raise Stopped(signals.asked_by)  # No rank trains yet, so no rank would reach a boundary.
             if signals.asked_by is not None:
@@ -178,6 +258,39 @@ class _Coordination:
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
             return Outcome(self._code, reason)
         return Outcome(0)
+
+    def _ask_standby(self) -> None:
+        """Ask the standby, which does not answer as such any more, whether it takes over, and resign if it does."""
+        office = self._server.office
+        if self._successor is None:
+            self._successor = LeaseClient("", address_of(office.standby), self._coordinator.lease_s, self._token)
+        self._successor.step((), {})
+        if office.resigns_for(self._successor.term):
+            self._successor.resigns = office.term
+
+    def _tell_successor(self) -> None:
+        """Tell the standby that this coordinator has resigned, for a few lease times at most."""
+        until = time.monotonic() + LEASES_TO_RESIGN * self._coordinator.lease_s
+        client, term = self._successor, self._server.office.term
+        while client is not None and client.term.number <= term.number and time.monotonic() < until:
+            client.step((), {})
+            time.sleep(POLL_S)
+
+    def _report_standby(self) -> None:
+        standby = self._server.standby
+        if standby != self._standby:
+            report(f"{standby} stands by for the coordinator" if standby else f"the standby {self._standby} is lost")
+            self._standby = standby
+            self._entry.has_standby(standby)
+
+    def _wait_for_tasks(self, signals: Signals) -> None:
+        """Wait until the commands that started tasks have ended, because another coordinator ends the job now."""
+        report("another coordinator has taken over the job; this one only waits for the tasks that it has started")
+        self._server.close()
+        self._tell_successor()
+        while self._tasks is not None and self._tasks.are_running:
+            signals.check()
+            time.sleep(POLL_S)
 
     def _look_after_tasks(self) -> None:
         """Start the tasks of a node again if they have ended.
@@ -199,15 +312,19 @@ class _Coordination:
         opens the endpoint only before the first generation. So a port that cannot be bound never stops a job that
         trains.
         """
-        if self._endpoint is None and self._generation < 0 and (served := self._values.read(SERVED)):
+        if not self._has_endpoint and self._generation < 0 and (served := self._values.read(SERVED)):
             try:
-                self._endpoint = Endpoint(Served.decode(served))
+                self._open_endpoint(served)
             except ConfigError as error:
                 self._take_request("stop", str(error), USAGE_ERROR)
                 return
-            _report(f"metrics of the run are served at {self._endpoint.url}")
         if self._endpoint is not None:
-            self._endpoint.step(_report)
+            self._endpoint.step(report)
+
+    def _open_endpoint(self, served: str) -> None:
+        self._has_endpoint = True
+        self._endpoint = Endpoint(Served.decode(served))
+        report(f"metrics of the run are served at {self._endpoint.url}")
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = {
@@ -232,7 +349,7 @@ class _Coordination:
         if not self._wind_down:
             self._wind_down = True
             self._coordinator.wind_down()
-            _report(
+            report(
                 f"{why}: the job saves and ends at the next boundary between iterations; "
                 "a second signal ends it at once"
             )
@@ -241,14 +358,15 @@ class _Coordination:
         coordinator = self._coordinator
         for death in coordinator.deaths[self._reported :]:
             subject = f"rank {death.rank}" if death.rank is not None else "a spare"
-            _report(f"{subject} (pid {death.pid}) {death.how}")
+            report(f"{subject} (pid {death.pid}) {death.how}")
         self._reported = len(coordinator.deaths)
         roster = coordinator.roster
         if roster.generation != self._generation and coordinator.state is State.RUNNING:
             self._generation = roster.generation
             for reason in roster.reasons[:MOST_REASONS]:
-                _report(reason)
-            _report(f"generation {roster.generation} is formed; spares: {spares_words(roster.spares, roster.starting)}")
+                report(reason)
+            report(f"generation {roster.generation} is formed; spares: {spares_words(roster.spares, roster.starting)}")
+        self._report_standby()
         if coordinator.has_trained():
             self._entry.begin()
         run_dir = self._what.run_dir
@@ -326,5 +444,6 @@ def _listen(options: Coordination, port: int) -> socket.socket:
         ) from None
 
 
-def _report(text: str) -> None:
+def report(text: str) -> None:
+    """Print a line for the user."""
     print(f"moevement: {text}", flush=True)

@@ -71,6 +71,16 @@ class JobFile:
             self._lines_before = self._size_of_metrics()
             self._record.write_job(self._entry)
 
+    def listens_at(self, address: str) -> None:
+        """Note the address of the coordinator, before :meth:`begin`."""
+        self._entry = replace(self._entry, address=address)
+
+    def has_standby(self, address: str) -> None:
+        """Note the address of the coordinator's standby; empty if it has none."""
+        self._entry = replace(self._entry, standby=address)
+        if self._has_begun and self._record is not None:
+            self._record.write_job(self._entry)
+
     def __enter__(self) -> JobFile:
         if self._begins:
             self.begin()

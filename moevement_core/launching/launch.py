@@ -33,6 +33,7 @@ from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.relay import LocalUpstream, Relay
+from moevement_core.rendezvous.roster import STORE
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
 from moevement_core.rendezvous.store import of_groups
 from moevement_core.rendezvous.values import Values
@@ -165,6 +166,7 @@ def _run(launch: Launch) -> int:
         # Print this before the imports, which take seconds.
         print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)
         values = Values()
+        values.set(STORE, f"127.0.0.1:{port}")
         relay = Relay(token, LocalUpstream(values))
         starter = _Starter(launch, port, relay.address, logs=logs, scratch=Path(scratch), token=token)
         signals.check()  # The starter has imported the trainer, and no signal is raised in an import.

@@ -15,18 +15,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from moevement_core.comms.address import store_address
+from moevement_core.comms.address import address_of, store_address
 from moevement_core.comms.token import HOW, own_token
-from moevement_core.errors import ConfigError
+from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.launching import launch
-from moevement_core.launching.children import Child, no_orphans_left
+from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
 from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.launching.stand_by import stand_by
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import SERVED, served_by
@@ -36,9 +39,11 @@ from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.roster import LATE_TASK, RANKS, STORE, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.values import Kind
+from moevement_core.run.run_record import RunRecord
 from moevement_core.util.environment import (
     FIRST_TASK_ENV,
     MEMBER_ENV,
+    REQUEUE_ENV,
     START_ENV,
     STORE_ENV,
     SUPERVISOR_ENV,
@@ -52,6 +57,11 @@ ANSWER_S = 0.01
 """Seconds between two checks for an answer of the coordinator while a task starts."""
 GRACE_S = 30.0
 """Longest time in seconds for which a task waits for its processes to end by themselves when the job has ended."""
+STANDBY_GRACE_S = 90.0
+"""Longest time in seconds for which a task whose job has ended waits for its standby.
+
+The standby may be the coordinator, which still tells other tasks that the job has ended.
+"""
 LEASES_WITHOUT = 6
 """Number of lease times for which a task still tries to reach the coordinator after the task's leases have run out.
 
@@ -59,6 +69,8 @@ Then the task ends its processes and itself.
 """
 TOKEN_PATIENCE_S = 5.0
 """Seconds for which the coordinator refuses a task's connections until the task takes its job token for a wrong one."""
+LOOK_S = 5.0
+"""Seconds without an answer after which a task looks for a coordinator that has taken over, and looks again."""
 REACH_S = 600.0
 """Seconds for which a task tries to reach the coordinator at its start."""
 LATE = 1 << 32
@@ -128,16 +140,32 @@ def claim(ask: Ask, task: Task) -> Task:
     return replace(task, late=late)
 
 
-def answer_of(client: LeaseClient, kind: Kind, key: str, value: str | None = None) -> str | None:
+def answer_of(
+    client: LeaseClient,
+    newest: Callable[[], tuple[str, int] | None],
+    kind: Kind,
+    key: str,
+    value: str | None = None,
+) -> str | None:
     """Pass a request on the job's values to the coordinator, wait for the answer, and return it.
+
+    Args:
+        client: connection to the coordinator.
+        newest: returns the address of a coordinator that has taken over; None if none is known.
+        kind: kind of the request.
+        key: key of the value.
+        value: new value; None to read.
 
     Raises:
         ConfigError: the coordinator cannot be reached, or has another job token, or the job has ended.
     """
     answers: list[str | None] = []
     client.ask(kind, key, value, answers.append)
-    began = time.monotonic()
+    began = looked_at = time.monotonic()
     while not answers:
+        if time.monotonic() - looked_at > LOOK_S:  # The coordinator at MOEVEMENT_STORE may be lost.
+            looked_at = time.monotonic()
+            client.other = newest() or client.other
         client.step((), {})
         if client.stop is not None:
             raise ConfigError(f"the job at {STORE_ENV}={os.environ.get(STORE_ENV)} has ended; start it again")
@@ -184,7 +212,7 @@ def supervise(
     use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     client = LeaseClient("", _coordinator(), lease_s, own_token(), started_by=os.environ.get(START_ENV, ""))
-    ask = partial(answer_of, client)
+    ask = partial(answer_of, client, partial(_newest_coordinator, launch.run_dir_of(argv)))
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
         ask(Kind.SET, SERVED, served.encode())
     ranks, processes, task = int(ask(Kind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
@@ -227,7 +255,12 @@ def supervise(
 
             # The import may have taken longer than a lease. No process runs yet, so the leases begin only now.
             client.held_until = boot_time_s() + client.lease_s
-            running = _Task(task, client, start, relay)
+
+            def start_standby() -> Child:
+                program = Program(stand_by, (client.address, client.own_host, own_token()))
+                return Child("standby", program, {}, None)
+
+            running = _Task(task, client, start, relay=relay, start_standby=start_standby)
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
@@ -237,11 +270,18 @@ def supervise(
             client.close()
             relay.close()
             script.close()
+            if running is not None:
+                running.end_standby()
 
 
 class _Task:
-    def __init__(self, task: Task, client: LeaseClient, start: Any, relay: Relay) -> None:
-        self._client, self._task, self._relay = client, task, relay
+    def __init__(
+        self, task: Task, client: LeaseClient, start: Any, *, relay: Relay, start_standby: Callable[[], Child]
+    ) -> None:
+        self._client, self._task, self._relay, self._start_standby = client, task, relay, start_standby
+        self._standby: Child | None = None
+        """Process that stands by for the coordinator, or is the coordinator; None if this task has none."""
+        self._is_over = False
         later = task.later()
         self._supervisor = Supervisor(
             first=task.first,
@@ -259,8 +299,13 @@ class _Task:
         while True:
             self._supervisor.step()
             if client.stop is not None:
+                self._is_over = True
                 self._supervisor.end(GRACE_S)
                 return 0
+            client.has_standby = self._standby is not None and self._standby.poll() is None
+            if client.start_standby and not client.has_standby:
+                with suppress(OSError):  # The host has no process or memory left; the coordinator asks again.
+                    self._standby = self._start_standby()
             if client.is_winding_down:
                 self._supervisor.wind_down()
             signals.check()
@@ -278,6 +323,13 @@ class _Task:
         """End the processes that still run, and close the connection to the coordinator."""
         self._supervisor.end(0.0)
         self._client.close()
+
+    def end_standby(self) -> None:
+        """Wait until the standby has ended by itself if the job is over, for at most a grace time; then kill it."""
+        deadline = time.monotonic() + (STANDBY_GRACE_S if self._is_over else 0.0)
+        while self._standby is not None and self._standby.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        end_all([] if self._standby is None else [self._standby])
 
     def _pause(self, seconds: float) -> None:
         """Serve the processes for some seconds; return early when there is something to do."""
@@ -308,8 +360,19 @@ def _ask_slurm_to_requeue() -> None:
     request, and the first one takes effect. MOEVEMENT_REQUEUE=1 enables the requests.
     """
     job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
-    if job and scontrol and os.environ.get("MOEVEMENT_REQUEUE") == "1":
+    if job and scontrol and os.environ.get(REQUEUE_ENV) == "1":
         subprocess.run([scontrol, "requeue", job], timeout=60, check=False)
+
+
+def _newest_coordinator(run_dir: Path | None) -> tuple[str, int] | None:
+    """Return the address in ``job.json`` of the job that runs; None if no job runs there.
+
+    On a node that joins later, MOEVEMENT_STORE may be the address of a coordinator that is lost.
+    """
+    job = None
+    with suppress(RunRecordError):
+        job = RunRecord(run_dir).job() if run_dir is not None else None
+    return address_of(job.address) if job is not None and job.ended_at is None and job.address else None
 
 
 def _coordinator() -> tuple[str, int]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.office import FIRST_TERM, Term
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.values import Kind, Watcher, in_lines
 
@@ -75,6 +77,12 @@ class LeaseClient:
         self.name = name
         self.was_refused = False
         """True if the server has closed a connection right after this process sent its proof of the token."""
+        self.start_standby = False
+        """True if the coordinator wants this supervisor to have a standby."""
+        self.resigns: Term | None = None
+        """Term that this process gives up; None unless it is a coordinator that has resigned."""
+        self.has_standby = False
+        """True if this supervisor has started a standby that still runs."""
         self.on_change: Watcher = lambda key, value: None
         self._asks: dict[int, _Ask] = {}
         """Requests that the server has not answered yet, by number, in the order in which they came."""
@@ -83,7 +91,15 @@ class LeaseClient:
         self._watched: dict[str, None] = {}
         """Keys whose changes the server sends."""
         self._configured_lease_s, self._token = lease_s, token
-        self._address, self._started_by = address, started_by
+        self.address = address
+        """Host and port of the coordinator that this supervisor has heard last."""
+        self.other: tuple[str, int] | None = None
+        """Host and port of the standby, or of another process that may be the coordinator; None if there is none."""
+        self._called = address
+        """Host and port at which the current connection ends."""
+        self.term = FIRST_TERM
+        """Newest term that this supervisor has heard of; it obeys no older one."""
+        self._started_by = started_by
         self._lines: SignedLines | None = None
         self._has_heard = False
         """True if the server has sent a message on the current connection."""
@@ -160,6 +176,11 @@ class LeaseClient:
             ask.is_sent = True
 
     @property
+    def own_host(self) -> str:
+        """Address of this host at which the coordinator's host reaches it; empty without a connection."""
+        return "" if self._lines is None else str(self._lines.socket.getsockname()[0])
+
+    @property
     def connection(self) -> socket.socket | None:
         """Socket on which answers arrive; None without a connection."""
         return None if self._lines is None else self._lines.socket
@@ -202,9 +223,11 @@ class LeaseClient:
 
     def _connect(self, now: float) -> None:
         self._tried_at = now
+        # Without an answer, the coordinator and the standby are called in turns.
+        self._called = self.other if self._calls % 2 and self.other is not None else self.address
         self._calls += 1
         try:
-            connection = socket.create_connection(self._address, timeout=CONNECT_S)
+            connection = socket.create_connection(self._called, timeout=CONNECT_S)
         except OSError:
             return
         if self._lines is not None and self._lines.is_open and self._replaced is None:
@@ -228,8 +251,11 @@ class LeaseClient:
         self._sent_at[self._beat] = boot_time_s()
         message: dict[str, Any] = {
             "beat": self._beat, "supervisor": self.name, "members": sorted(members), "alive": dict(alive),
-            "lease_s": self._configured_lease_s, "started_by": self._started_by,
+            "lease_s": self._configured_lease_s, "started_by": self._started_by, "term": self.term.encode(),
+            "has_standby": self.has_standby,
         }  # fmt: skip
+        if self.resigns is not None:
+            message["resigns"] = self.resigns.encode()
         for news in self._news:
             news["beat"] = news["beat"] or self._beat
         if self._news:
@@ -267,7 +293,29 @@ class LeaseClient:
         if value is not None:
             self.on_change(key, value)
 
+    def _obeys(self, answer: dict[str, Any]) -> bool:
+        """Return True if the sender of an answer is in office, as far as this supervisor knows.
+
+        Otherwise the sender is a standby, or a coordinator that is not sure whether the standby has taken over. A
+        standby that is about to take over begins a new term, and learns from the next beat whether this supervisor
+        obeys it.
+
+        Raises:
+            ConnectionError: there is a newer term than that of the sender, or the standby hears the coordinator.
+        """
+        term = Term.decode(answer.get("term", self.term.encode()))
+        if term.number > self.term.number:
+            self.term, self._beat_at = term, -float("inf")
+            self.address, self._calls = self._called, 0
+        elif term != self.term or answer.get("hears_coordinator"):
+            raise ConnectionError("this supervisor obeys another coordinator")
+        return bool(answer.get("in_office", True))
+
     def _take_in(self, answer: dict[str, Any]) -> None:
+        if not self._obeys(answer):
+            return
+        self.other = address_of(text) if (text := answer.get("standby")) else None
+        self.start_standby = bool(answer.get("start_standby", False))
         beat = int(answer["beat"])
         self._heard_at = time.monotonic()
         self.is_connected, self._calls = True, 0

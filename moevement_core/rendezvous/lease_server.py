@@ -6,6 +6,8 @@ connection at once. Usually the supervisor has then ended, and its processes end
 
 On the same connection, the supervisor passes requests of its processes on the job's values (:class:`Values`). So a node
 needs one connection for everything that its processes and the coordinator tell each other.
+
+One supervisor also starts a standby, which calls this server too (:mod:`moevement_core.rendezvous.mirror`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from typing import Any, Protocol
 
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.mirror import Mirror
+from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
 from moevement_core.rendezvous.values import Kind, Values, Watcher, in_lines
 
 MOST_LATE = 0.05
 """Longest time for which a call of :meth:`LeaseServer.poll` goes on after its timeout, as a share of the lease time."""
+LEASES_TO_STAND_BY = 3
+"""Number of lease times in which the supervisor that is asked for a standby has to start it; then another is asked."""
 
 
 class LeaseHolder(Protocol):
@@ -45,6 +51,10 @@ class LeaseHolder(Protocol):
 class _Supervisor:
     changed: Watcher
     """Sends a change of a value that the supervisor watches."""
+    is_local: bool
+    """True if the supervisor is on the coordinator's host."""
+    has_standby: bool = False
+    """True if the supervisor has started a standby, or a coordinator that was one."""
     name: str = ""
     started_by: str = ""
     members: set[int] = field(default_factory=set)
@@ -61,6 +71,7 @@ class LeaseServer:
         on_request: called with a supervisor's request: its kind (``stop`` or ``wind_down``), the reason, and an exit
             code.
         values: values of the job.
+        office: office of the coordinator; None: the job has no other coordinator.
     """
 
     def __init__(
@@ -70,9 +81,19 @@ class LeaseServer:
         token: Token,
         on_request: Callable[[str, str, int], None],
         values: Values,
+        office: Office | None = None,
     ) -> None:
+        self.office = office or Office(Term(1, ""))
+        self.wants_standby = False
+        """True if a supervisor is to start a standby."""
         self._holder, self._on_request, self._values = holder, on_request, values
         self._server = SignedServer(listener, token, self._take_in, self._has_gone)
+        self._mirror = Mirror(self._server, values, self.office)
+        self._stepped_at = self._resumed_at = time.monotonic()
+        self._asked = ""
+        """Name of the supervisor that was asked to start a standby."""
+        self._asked_at = -float("inf")
+        self._times_asked = 0
         self._supervisors: dict[Caller, _Supervisor] = {}
         self._by_name: dict[str, _Supervisor] = {}
         self._answer: Mapping[str, Any] = {}
@@ -94,14 +115,58 @@ class LeaseServer:
                 job.
         """
         self._answer = answer
+        self._step_standby()
         self._server.poll(
             timeout_s, most_late_s=self._holder.lease_s * MOST_LATE, is_enough=lambda: self._values.has_news
         )
+        self._step_standby()
+        self._server.flush()
+
+    @property
+    def is_in_office(self) -> bool:
+        """True if this coordinator may decide."""
+        return self.office.has(self._holder.lease_s)
+
+    @property
+    def standby(self) -> str:
+        """Address of the standby, once it and all supervisors know of each other; empty if there is none."""
+        return self._mirror.ready
+
+    def _step_standby(self) -> None:
+        now, lease_s = time.monotonic(), self._holder.lease_s
+        if now - self._stepped_at > lease_s / 4:
+            self._resumed_at = now  # This process was suspended, and could not hear supervisors.
+        self._stepped_at = now
+        voters = {
+            name for name, supervisor in self._by_name.items()
+            if now - max(supervisor.heard_at, self._resumed_at) < lease_s
+        }  # fmt: skip
+        self._mirror.step(voters, lease_s)
+        if self.wants_standby and not self.office.standby and not self._mirror.has_caller:
+            self._ask_for_standby()
+
+    def _ask_for_standby(self) -> None:
+        """Choose the supervisor that starts a standby; a further one if the last has not done so in time."""
+        now, wait_s = time.monotonic(), LEASES_TO_STAND_BY * self._holder.lease_s
+        if not self._by_name or (self._asked in self._by_name and now - self._asked_at < wait_s):
+            return
+        free = {name: supervisor for name, supervisor in self._by_name.items() if not supervisor.has_standby}
+        elsewhere = [name for name, supervisor in free.items() if not supervisor.is_local]
+        if names := sorted(elsewhere or free, key=lambda name: (len(name), name)):
+            self._asked = names[self._times_asked % len(names)]
+        self._asked_at, self._times_asked = now, self._times_asked + 1
 
     def _take_in(self, caller: Caller, message: dict[str, Any]) -> None:
+        if "stands_by" in message:
+            self._mirror.joins(caller, str(message["stands_by"]))
+            return
+        if "mirrored" in message:
+            self._mirror.take_in(caller, message)
+            return
         supervisor = self._supervisors.get(caller)
         if supervisor is None:
-            supervisor = self._supervisors[caller] = _Supervisor(partial(self._send_change, caller))
+            supervisor = _Supervisor(partial(self._send_change, caller), is_local=_is_local(caller.lines.socket))
+            self._supervisors[caller] = supervisor
         answers: list[tuple[int, str | None]] = []
         for number, kind, key, value in message.get("asks", ()):
             if kind in (Kind.SET, Kind.CLAIM, Kind.RAISE):
@@ -115,10 +180,10 @@ class LeaseServer:
 
     def _send_answers(self, caller: Caller, answers: list[tuple[int, str | None]]) -> None:
         for line in in_lines(answers, lambda answer: answer[1]):
-            self._server.send(caller, {"answers": line})
+            self._mirror.publish(caller, {"answers": line})
 
     def _send_change(self, caller: Caller, key: str, value: str) -> None:
-        self._server.send(caller, {"changes": [(key, value)]})
+        self._mirror.publish(caller, {"changes": [(key, value)]})
 
     def _renew(self, caller: Caller, supervisor: _Supervisor, message: dict[str, Any]) -> None:
         if name := message.get("supervisor"):
@@ -126,6 +191,8 @@ class LeaseServer:
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
             supervisor.started_by = str(message.get("started_by", ""))
+            supervisor.has_standby = bool(message.get("has_standby", False))
+            self.office.heard(supervisor.name, Term.decode(message.get("term", FIRST_TERM.encode())))
         if "lease_s" in message:  # A flag of the script sets the lease time, and only supervisors see the flag.
             self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
@@ -140,10 +207,13 @@ class LeaseServer:
         answer = {
             "beat": message["beat"], "lease_s": self._holder.lease_s,
             "given_up": sorted(members & self._holder.given_up), **self._answer,
+            "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
+            "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip
         self._server.send(caller, answer)
 
     def _has_gone(self, caller: Caller) -> None:
+        self._mirror.has_gone(caller)
         if (supervisor := self._supervisors.pop(caller, None)) is None:
             return
         self._values.forget(supervisor.changed)
@@ -174,3 +244,8 @@ class LeaseServer:
     def close(self) -> None:
         """Close every connection and the listening socket."""
         self._server.close()
+
+
+def _is_local(connection: socket.socket) -> bool:
+    """Return True if the other end of a connection is on this host."""
+    return bool(connection.getpeername()[0] == connection.getsockname()[0])

@@ -27,7 +27,6 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from moevement_core.comms import transport
-from moevement_core.comms.address import store_address
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.rendezvous.devices import identity
@@ -36,7 +35,7 @@ from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GROUPS, MemberInfo, Roster, UnusableDevice
-from moevement_core.rendezvous.store import connect_breakable, endpoints
+from moevement_core.rendezvous.store import connect_to_groups
 from moevement_core.rendezvous.value_client import connect
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
@@ -183,14 +182,10 @@ def was_entered() -> bool:
 
 class _Restarts:
     def __init__(self, training: Training) -> None:
-        address = store_address()
-        assert address is not None
         self._training = training
-        self._address = address
         self._values = connect()
         self._watching = connect()
         """Client for the threads that watch this rank, one after the other."""
-        self._endpoints = endpoints(address)
         self._info = _introduction(training.watching.devices)
         self._member = Member(self._values, self._info, reads_all=training.grid is not None)
         self._health: DeviceHealth | None = None
@@ -294,10 +289,10 @@ class _Restarts:
         world = now.roster.world
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason, self._suspects = "", ()
-        groups_store, group_connections = connect_breakable(self._address)
-
         signals = GenerationStore(now.roster.generation, self._watching, connect)
         now.leaving = Leaving(watching.hang_s * QUIET, lambda phase: signals.report_leaving(self._member.number, phase))
+        if (groups := connect_to_groups(self._values, now.roster.generation)) is None:
+            return Outcome.INTERRUPTED
 
         def begin_to_abort() -> None:
             now.abort()
@@ -309,8 +304,8 @@ class _Restarts:
             world=world,
             store=signals,
             abort=AbortAll(
-                store=self._endpoints,
-                groups=group_connections,
+                store=groups.endpoints,
+                groups=groups.connections,
                 before=begin_to_abort,
                 leaving=now.leaving,
                 listeners=listening(),
@@ -321,7 +316,7 @@ class _Restarts:
         )
 
         def body() -> Any:
-            store = dist.PrefixStore(GROUPS.format(now.roster.generation), groups_store)
+            store = dist.PrefixStore(GROUPS.format(now.roster.generation), groups.store)
             try:
                 if now.roster.generation > 0:
                     injection.at(Phase.GROUPS)

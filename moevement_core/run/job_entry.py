@@ -46,6 +46,10 @@ class JobEntry:
     """Exit code of the job; None while it runs."""
     reason: str = ""
     """Text that says why the job ended before its last iteration; empty if it did not."""
+    address: str = ""
+    """Address of the coordinator of a job on several hosts, ``HOST:PORT``; empty for a job on one host."""
+    standby: str = ""
+    """Address of the process that takes over when the coordinator is lost; empty if there is none now."""
 
     @staticmethod
     def of_this_process(command: str, ranks: int, spares: int | None) -> JobEntry:

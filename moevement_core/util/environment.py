@@ -24,5 +24,7 @@ TASKS_ENV = "MOEVEMENT_TASKS"
 START_ENV = "MOEVEMENT_START"
 """Name of a start, ``NODE/NUMBER``: the node, and how often the coordinator has started the node's command. The name
 tells the processes of this start from those of an earlier start on the same node."""
+REQUEUE_ENV = "MOEVEMENT_REQUEUE"
+"""Permission of the job's processes, if the value is 1, to queue or end the Slurm job when its batch script is lost."""
 PARENT_ENV = "MOEVEMENT_PARENT"
 """Id of the process that started this one. This process ends when that process ends."""

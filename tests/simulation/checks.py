@@ -54,6 +54,8 @@ class Checks:
         """Copies of each snapshot, by rank and iteration."""
         self.resumed_at = 0
         self.has_parity = any(flag.startswith("parity") for flag in scenario.flags)
+        self._control: Any = None
+        """Coordinator that was in office at the last event."""
         self._roster: Any = None
         self._ranks: dict[int, Mapping[int, int]] = {}
         """Member of each rank, by generation. Rosters of members have only some of the ranks."""
@@ -63,6 +65,9 @@ class Checks:
     def every_event(self) -> None:
         """Check the roster after an event, if the coordinator has a new one."""
         roster = self.job.coordinator.roster
+        if self.job.control is not self._control:
+            # The coordinator before this one may have formed a roster that nobody has received.
+            self._control, self._nodes = self.job.control, dict(roster.nodes)
         if roster is not self._roster:
             self._roster = roster
             self._ranks[roster.generation] = roster.ranks

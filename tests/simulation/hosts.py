@@ -7,13 +7,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from moevement_core.comms.address import address_of
+from moevement_core.errors import ConfigError
 from moevement_core.launching.supervise import Task as SupervisorTask
 from moevement_core.launching.supervise import _Task, answer_of, claim
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import LeaseServer
+from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.roster import STOP
+from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
 from moevement_core.rendezvous.values import Values
 from tests.simulation.network import COORDINATOR, Listener
@@ -93,7 +97,10 @@ class Host:
         self.job, self.number, self.name = job, number, f"node{number}"
         self.supervisor: Process | None = None
         self.ranks: list[RankProcess] = []
+        self.standbys: list[Process] = []
+        """Standbys of the supervisor, and coordinators that were standbys."""
         self.is_up = True
+        self.lease: LeaseClient | None = None
         self._starts = 0
         self.start()
 
@@ -109,10 +116,20 @@ class Host:
     def _supervise(self, process: Process) -> None:
         job, scenario = self.job, self.job.scenario
         lease = LeaseClient("", (COORDINATOR, PORT), scenario.lease_s, TOKEN)
-        task = claim(partial(answer_of, lease), SupervisorTask(self.number, scenario.nodes, scenario.processes))
+        self.lease = lease
+        try:
+            newest = partial(getattr, job, "address")  # as job.json has it
+            own = SupervisorTask(self.number, scenario.nodes, scenario.processes)
+            task = claim(partial(answer_of, lease, newest), own)
+        except ConfigError:  # The job has ended meanwhile.
+            process.end()
+            return
         lease.name = task.name
         listener: Any = Listener(job.world.network, process, process)
-        running = _Task(task, lease, partial(self._start_rank, process), Relay(TOKEN, lease, listener))
+        running = _Task(
+            task, lease, partial(self._start_rank, process), relay=Relay(TOKEN, lease, listener),
+            start_standby=partial(self._start_standby, lease),  # type: ignore[arg-type]
+        )  # fmt: skip
         try:
             running.run(SimpleNamespace(check=lambda: None, asked_by=None))  # type: ignore[arg-type]
         finally:
@@ -139,26 +156,142 @@ class Host:
         job.world.start(process, main, process.name)
         return child
 
+    def _start_standby(self, lease: LeaseClient) -> Child:
+        job = self.job
+        job.ports += 1
+        port = job.ports
+        process: Any = Process(job.world, self.name, f"standby {port} on {self.name}")
+        self.standbys.append(process)
+        listener: Any = Listener(job.world.network, process, port)
+        process.code, process.member = 0, port
+
+        def main() -> None:
+            standby = Standby(lease.address, f"{self.name}:{port}", listener, TOKEN)
+            job.standbys.append((standby, process))
+            while not (standby.is_elected or standby.is_over):
+                standby.poll(job.world.rng.uniform(0.05, 0.15))
+            if standby.is_elected:
+                standby.close()
+                job.world.say(f"{process.name} takes over in term {standby.term.number}")
+                job.control = Control(job, process, port, standby.values, standby.term)
+                job.control.run()
+            process.end()
+
+        job.world.start(process, main, process.name)
+        return Child(process)
+
     def _supervisor_ended(self, process: Process, *, is_heard: bool) -> None:
-        for rank in self.ranks:
-            rank.end(is_heard=is_heard)
+        for child in (*self.ranks, *self.standbys):
+            child.end(is_heard=is_heard)
         self.ranks.clear()
+        self.standbys.clear()
         self.job.world.after(RESTART_S, self.start)
 
     def lose(self, *, is_heard: bool, for_s: float) -> None:
         """End all processes of the node, and boot it again after ``for_s`` seconds."""
         self.is_up = False
+        if not is_heard:
+            self.job.world.network.dark.add(self.name)
         if self.supervisor is not None:
             self.supervisor.end(is_heard=is_heard)
         self.job.world.after(for_s, self._boot)
 
     def _boot(self) -> None:
         self.is_up = True
+        self.job.world.network.dark.discard(self.name)
         self.start()
 
 
+class Control:
+    """Coordinator of a simulated job, in its own process.
+
+    Args:
+        job: the job.
+        process: process of the coordinator.
+        port: port at which supervisors reach it.
+        values: values of the job, from the coordinator before this one.
+        term: term of this coordinator.
+    """
+
+    def __init__(self, job: Job, process: Process, port: int, values: Values, term: Term) -> None:
+        world, scenario = job.world, job.scenario
+        self.job, self.process, self.values = job, process, values
+        self.address = (process.node, port)
+        self.coordinator = Coordinator(
+            values, scenario.shape.ranks, scenario.spare_timeout_s, self._say,
+            groups=SimpleNamespace(list_keys=list), lease_s=scenario.lease_s, clock=lambda: world.now,
+        )  # fmt: skip
+        self.started = -1
+        """Newest generation whose ranks have entered training."""
+        self.reason: str | None = None
+        listener: Any = Listener(world.network, process, port)
+        self.server = LeaseServer(
+            listener, self.coordinator, TOKEN, self._take_request, values, Office(term),
+        )  # fmt: skip
+
+    def _say(self, text: str) -> None:
+        self.job.world.say(f"{self.process.name}: {text}")
+
+    @property
+    def is_over(self) -> bool:
+        """True if this coordinator has ended the job."""
+        return self.coordinator.state in (State.DONE, State.STOPPED)
+
+    def _take_request(self, kind: str, why: str, code: int) -> None:
+        self.job.requests.append(f"{kind}: {why}")
+        if kind == "stop" and not self.is_over:
+            self.coordinator.stop(why)
+
+    def run(self) -> None:
+        """Run the loop of the coordinator, as ``moevement coordinate`` does."""
+        job, deaths, coordinator, office = self.job, 0, self.coordinator, self.server.office
+        successor, standby = None, ""
+        while not self.is_over:
+            self.server.wants_standby = coordinator.has_trained()
+            self.server.poll(job.world.rng.uniform(0.05, 0.15), self._answer())
+            if office.standby != standby:
+                standby = office.standby
+                self._say(f"standby is {standby or 'lost'}")
+            if office.is_deposed:
+                self._say("deposed")
+                self.server.close()
+                until = job.world.now + 3 * coordinator.lease_s
+                while successor is not None and successor.term.number <= office.term.number and job.world.now < until:
+                    successor.step((), {})
+                    job.world.sleep(0.05)
+                return
+            if not self.server.is_in_office:
+                if successor is None:
+                    successor = LeaseClient("", address_of(office.standby), coordinator.lease_s, TOKEN)
+                successor.step((), {})
+                if office.resigns_for(successor.term):
+                    successor.resigns = office.term
+                continue
+            if job.scenario.slow_answers_s:
+                job.world.sleep(job.world.rng.uniform(0.0, job.scenario.slow_answers_s))
+            coordinator.step()
+            for death in coordinator.deaths[deaths:]:
+                self._say(f"member {death.member} (rank {death.rank}) {death.how}")
+            deaths = len(coordinator.deaths)
+            if coordinator.state is State.RUNNING and coordinator.roster.generation != self.started:
+                self.started = coordinator.roster.generation
+                self._say(f"generation {self.started} is formed: {dict(coordinator.roster.ranks)}")
+        self.reason = self.values.read(STOP) or ""
+        self._say(f"{coordinator.state.value} {self.reason}")
+        while True:
+            self.server.poll(0.25, self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = {
+            "generation": self.started, "wind_down": False, "has_trained": self.coordinator.has_trained(),
+        }  # fmt: skip
+        if self.is_over:
+            answer["stop"] = {"reason": self.values.read(STOP) or "", "code": 0}
+        return answer
+
+
 class Job:
-    """Simulated job: its coordinator and its nodes.
+    """Simulated job: its coordinators, of which one is in office, and its nodes.
 
     Args:
         world: simulation that runs the job.
@@ -167,58 +300,74 @@ class Job:
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world, self.scenario = world, scenario
-        self.values = Values()
         self.members: dict[int, RankProcess] = {}
-        self.process = Process(world, COORDINATOR, "coordinator")
-        self.coordinator = Coordinator(
-            self.values, scenario.shape.ranks, scenario.spare_timeout_s, lambda text: world.say(f"coordinator: {text}"),
-            groups=SimpleNamespace(list_keys=list), lease_s=scenario.lease_s, clock=lambda: world.now,
-        )  # fmt: skip
-        self.started = -1
-        """Newest generation whose ranks have entered training."""
-        self.reason: str | None = None
         self.requests: list[str] = []
-        listener: Any = Listener(world.network, self.process, PORT)
-        self.server = LeaseServer(listener, self.coordinator, TOKEN, self._take_request, self.values)
-        world.start(self.process, self._coordinate, "coordinator")
+        self.standbys: list[tuple[Standby, Process]] = []
+        self.ports = PORT
+        """Largest port in use."""
+        process = Process(world, COORDINATOR, "coordinator")
+        self.control = Control(self, process, PORT, Values(), Term(1, f"{COORDINATOR}:{PORT}"))
+        """Coordinator that has taken office last."""
+        world.start(process, self.control.run, "coordinator")
         self.hosts = [Host(self, number) for number in range(scenario.nodes)]
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """State of the coordinator that has taken office last."""
+        return self.control.coordinator
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Address of the coordinator that has taken office last."""
+        return self.control.address
+
+    @property
+    def started(self) -> int:
+        """Newest generation whose ranks have entered training."""
+        return max(self.control.started, self.control.coordinator.roster.generation)
+
+    @property
+    def reason(self) -> str | None:
+        """Reason why the job was stopped; empty if it was not; None while it runs."""
+        return self.control.reason
 
     @property
     def is_over(self) -> bool:
         """True if the coordinator has ended the job."""
-        return self.coordinator.state in (State.DONE, State.STOPPED)
+        return self.control.is_over
 
     @property
     def is_quiet(self) -> bool:
-        """True if the job is over and all supervisors have ended."""
-        return self.is_over and not any(host.supervisor is not None and host.supervisor.is_alive for host in self.hosts)
+        """True if the job is over and all supervisors that have joined it have ended."""
+        return self.is_over and not any(
+            host.supervisor is not None and host.supervisor.is_alive and host.lease is not None and host.lease.name
+            for host in self.hosts
+        )
 
-    def _take_request(self, kind: str, why: str, code: int) -> None:
-        self.requests.append(f"{kind}: {why}")
-        if kind == "stop" and not self.is_over:
-            self.coordinator.stop(why)
+    @property
+    def is_prepared(self) -> bool:
+        """True if a standby may take over and knows that, and it and all supervisors know each other."""
+        address, cut = self.control.server.office.standby, self.world.network.cut
+        leases = [host.lease for host in self.hosts if host.lease is not None]
+        names = {lease.name for lease in leases}
+        know_it = sum(lease.other == address_of(address) for lease in leases) if address else 0
+        return know_it == len(self.hosts) and any(
+            standby._address == address and standby._may_take_over and standby._voters == names
+            and process.is_alive and not process.is_stopped and process.node not in cut
+            for standby, process in self.standbys
+        )  # fmt: skip
 
-    def _coordinate(self) -> None:
-        """Run the loop of the coordinator, as ``moevement coordinate`` does."""
-        deaths, coordinator = 0, self.coordinator
-        while not self.is_over:
-            self.server.poll(self.world.rng.uniform(0.05, 0.15), self._answer())
-            if self.scenario.slow_answers_s:
-                self.world.sleep(self.world.rng.uniform(0.0, self.scenario.slow_answers_s))
-            coordinator.step()
-            for death in coordinator.deaths[deaths:]:
-                self.world.say(f"coordinator: member {death.member} (rank {death.rank}) {death.how}")
-            deaths = len(coordinator.deaths)
-            if coordinator.state is State.RUNNING and coordinator.roster.generation != self.started:
-                self.started = coordinator.roster.generation
-                self.world.say(f"coordinator: generation {self.started} is formed: {dict(coordinator.roster.ranks)}")
-        self.reason = self.values.read(STOP) or ""
-        self.world.say(f"coordinator: {coordinator.state.value} {self.reason}")
-        while True:
-            self.server.poll(0.25, self._answer())
-
-    def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = {"generation": self.started, "wind_down": False}
-        if self.is_over:
-            answer["stop"] = {"reason": self.values.read(STOP) or "", "code": 0}
-        return answer
+    def survives(self, lost: str) -> bool:
+        """Return True if the job has a coordinator without this node, as far as the rules of its office say."""
+        office, node = self.control.server.office, self.control.process.node
+        if not office.standby:
+            return node != lost
+        voters = self.control.server._mirror._voters
+        left = sum(
+            host.name != lost and host.name not in self.world.network.cut and host.supervisor is not None
+            and host.supervisor.is_alive and host.lease is not None and host.lease.name in voters
+            for host in self.hosts
+        )  # fmt: skip
+        if node == lost:
+            return office.standby.partition(":")[0] != lost and 2 * left > len(voters)
+        return 2 * left >= len(voters)

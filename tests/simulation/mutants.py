@@ -17,7 +17,10 @@ from moevement_core.recovery.agree import decide
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import Membership
+from moevement_core.rendezvous.mirror import Mirror
+from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import Roster
+from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.session import rejoin
@@ -190,11 +193,45 @@ def waits_for_no_start() -> list[Patch]:
     return [(Coordinator, "_wait_for_respawn", lambda self, missing, ranks: None)]
 
 
+def takes_over_without_a_majority() -> list[Patch]:
+    """Let a standby take over that only hears nothing of the coordinator."""
+
+    def stand(self: Standby) -> None:
+        if self._may_take_over and self._clock() - self._heard_at > self.lease_s:
+            self._hang_up()
+            self._is_candidate = self.is_elected = True
+            self.term = Term(self.term.number + 1, self._address)
+
+    return [(Standby, "_stand", stand)]
+
+
+def drops_the_standby_alone() -> list[Patch]:
+    """Let a coordinator go on without its standby although no supervisor has agreed."""
+
+    def drop(self: Office) -> None:
+        if self.standby:
+            self.standby_has_ended()
+
+    return [(Office, "drop", drop)]
+
+
+def does_not_tell_the_standby() -> list[Patch]:
+    """Tell supervisors what the standby does not know, as if it knew everything that it has asked for once."""
+    note = Mirror._note
+
+    def wrong(self: Mirror, operation: Any) -> None:
+        if not self._has_copied:
+            note(self, operation)
+
+    return [(Mirror, "_note", wrong)]
+
+
 MUTANTS: list[Mutant] = [
     freed_too_early, copy_freed_too_early, never_freed, acknowledged_by_one, agrees_on_the_most, lease_never_ends_here,
     lease_never_ends_there, one_rank_for_two, two_ranks_for_one, enters_without_the_others, goes_on_from_the_oldest,
     does_not_follow, follows_without_an_update, copies_at_home, pages_are_lost, commits_without_all,
-    spares_by_arrival, waits_for_no_start,
+    spares_by_arrival, waits_for_no_start, takes_over_without_a_majority, does_not_tell_the_standby,
+    drops_the_standby_alone,
 ]  # fmt: skip
 
 

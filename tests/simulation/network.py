@@ -36,6 +36,8 @@ class Network:
         self.world, self.slowest_s, self.drop = simulation, slowest_s, drop
         self.cut: set[str] = set()
         """Hosts that are cut off from all others."""
+        self.dark: set[str] = set()
+        """Hosts without power, whose kernels refuse no connection."""
         self.slow: set[str] = set()
         """Hosts whose channels send and receive slowly."""
         self.healed = Waiting()
@@ -49,7 +51,7 @@ class Network:
 
     def reaches(self, host: str, other: str) -> bool:
         """Return True if messages travel between the two hosts."""
-        return host == other or not ({host, other} & self.cut)
+        return host == other or not ({host, other} & (self.cut | self.dark))
 
     def delay_s(self, host: str, other: str) -> float:
         """Return the seconds that the next message takes between the two hosts."""
@@ -139,6 +141,16 @@ class Socket:
             return b""
         raise BlockingIOError
 
+    def getsockname(self) -> tuple[str, int]:
+        return self.process.node, 0
+
+    def getpeername(self) -> tuple[str, int]:
+        assert self.other is not None
+        return self.other.process.node, 0
+
+    def shutdown(self, _: int) -> None:
+        pass
+
     def send(self, data: bytes) -> int:
         if self.is_closed or self.is_broken:
             raise ConnectionResetError("closed by the other side")
@@ -226,14 +238,14 @@ def connected(network: Network, process: Process, port: Any) -> Socket:
 
 
 def sockets(network: Network) -> SimpleNamespace:
-    """Return a stand-in for the module ``socket``, for the lease client."""
+    """Return a stand-in for the module ``socket``, for supervisors and standbys."""
 
     def create_connection(address: tuple[str, int], timeout: float | None = None) -> Socket:
         task = world().current()
-        if not network.reaches(task.process.node, COORDINATOR):
+        if not network.reaches(task.process.node, address[0]):
             world().sleep(timeout or 60.0)
             raise TimeoutError("timed out")
-        world().sleep(network.delay_s(task.process.node, COORDINATOR))
+        world().sleep(network.delay_s(task.process.node, address[0]))
         return connected(network, task.process, address[1])
 
     return SimpleNamespace(**{**vars(socket), "create_connection": create_connection})

@@ -33,6 +33,16 @@ class Kind(StrEnum):
     """Delay of all messages that channels of a node send or receive, for a while."""
     CLOCK = "clock"
     """Jump of the wall clock; the monotonic clock does not jump."""
+    COORDINATOR = "coordinator"
+    """End of the coordinator's process; its host refuses connections from then on."""
+    DARK = "dark"
+    """Loss of the coordinator's host, in silence."""
+    PARTED = "parted"
+    """Partition: the coordinator's host reaches no other host for a while."""
+
+
+OF_COORDINATOR = (Kind.COORDINATOR, Kind.DARK, Kind.PARTED)
+"""Faults of the coordinator that strike once a standby may take over."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,8 @@ def draw(seed: int) -> Scenario:
         _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05, 0.4])),
         rng.choice([0.002, 0.02, 0.05]), rng.choice([0.0, 0.0, 0.02]), rng.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
         rng.choice([0.0, 0.0, 0.0, 0.3]),
-        rng.choice([0.2, 2.0]), _faults(rng, shape, iterations, lease_s),
+        rng.choice([0.2, 2.0]),
+        _with_coordinator(seed, _faults(rng, shape, iterations, lease_s), iterations, lease_s),
     )  # fmt: skip
 
 
@@ -149,7 +160,7 @@ def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -
     faults, target = list[Fault](), rng.randrange(shape.ranks)
     for number in range(rng.choice([1, 1, 2, 2, 3, 4])):
         kind = rng.choices(
-            list(Kind), [8, 3, 2, 3, 3, 1, 1, 2, 1]
+            [kind for kind in Kind if kind not in OF_COORDINATOR], [8, 3, 2, 3, 3, 1, 1, 2, 1]
         )[0]  # fmt: skip
         is_next = number > 0 and rng.random() < 0.6
         if rng.random() < 0.7:
@@ -163,3 +174,15 @@ def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -
             )
         )  # fmt: skip
     return tuple(faults)
+
+
+def _with_coordinator(seed: int, faults: tuple[Fault, ...], iterations: int, lease_s: float) -> tuple[Fault, ...]:
+    """Return the faults with some of the coordinator between them, in half of all scenarios."""
+    rng, mixed = random.Random(f"coordinator {seed}"), [*faults]
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+        fault = Fault(
+            rng.choice([*OF_COORDINATOR, Kind.PAUSE]), rng.choice([None, rng.randint(0, iterations - 1)]),
+            rng.uniform(0.0, rng.choice([0.0, 0.1, 1.0])), 0, rng.uniform(0.1, 4.0 * lease_s),
+        )  # fmt: skip
+        mixed.insert(rng.randint(0, len(mixed)), fault)
+    return tuple(mixed)

@@ -17,7 +17,7 @@ from moevement_core.comms import exchange, signed_server
 from moevement_core.comms.tree import TreeGroup
 from moevement_core.launching import supervisor
 from moevement_core.recovery import boundary_log
-from moevement_core.rendezvous import lease_client, value_client
+from moevement_core.rendezvous import lease_client, mirror, standby, value_client
 from moevement_core.replication import config as replication_config
 from moevement_core.replication import receiver, sender
 from moevement_core.saving import saving, window_start
@@ -30,7 +30,7 @@ from tests.simulation.collectives import Exchanges, distributed
 from tests.simulation.hosts import Job, NoOrphans, end_all
 from tests.simulation.modules import running, simulated_modules, world
 from tests.simulation.network import SELECTORS, Connections, Network, sockets
-from tests.simulation.scenario import Fault, Kind, Scenario, draw
+from tests.simulation.scenario import OF_COORDINATOR, Fault, Kind, Scenario, draw
 from tests.simulation.world import Stuck, World
 
 MOST_S = 600.0
@@ -124,7 +124,7 @@ def stand_ins() -> Iterator[None]:
     torch.set_num_threads(1)
     simulated_os = SimpleNamespace(environ=_Environment(), getpid=lambda: 1)
     replaced: list[tuple[Any, str, Any]] = [
-        (lease_client, "socket", _Socket()),
+        *((module, "socket", _Socket()) for module in (lease_client, standby, mirror)),
         *((module, "job_group", job_group) for module in (exchange, topology)),
         *((module, "selectors", SELECTORS) for module in (signed_server, value_client)),
         (supervisor, "end_all", end_all),
@@ -206,6 +206,9 @@ class Faults:
         if self.job.is_over:
             return
         simulation, job = self.world, self.job
+        if not self._is_possible(fault):
+            simulation.after(0.2, partial(self._strike, fault))
+            return
         simulation.say(f"FAULT {fault.kind} of {fault.target} for {fault.for_s:.2f} s")
         member = job.coordinator.roster.ranks.get(fault.target)
         process = job.members.get(member) if member is not None else None
@@ -224,11 +227,49 @@ class Faults:
             case Kind.SUPERVISOR if host.supervisor is not None:
                 host.supervisor.end()
             case Kind.PAUSE:
-                job.process.stop()
-                simulation.after(fault.for_s, job.process.go_on)
+                job.control.process.stop()
+                simulation.after(fault.for_s, job.control.process.go_on)
+            case Kind.COORDINATOR:
+                job.control.process.end()
+            case Kind.DARK:
+                self._lose_coordinator(fault)
+            case Kind.PARTED:
+                node = job.control.process.node
+                simulation.network.isolate(node)
+                simulation.after(fault.for_s, partial(simulation.network.heal, node))
             case Kind.SLOW:
                 simulation.network.slow.add(host.name)
                 simulation.after(fault.for_s, partial(simulation.network.slow.discard, host.name))
             case Kind.CLOCK:
                 simulation.wall_offset_s += fault.for_s
         self._arm_first()
+
+    def _lose_coordinator(self, fault: Fault) -> None:
+        process = self.job.control.process
+        for host in self.job.hosts:
+            if host.name == process.node:
+                host.lose(is_heard=False, for_s=fault.for_s + 3 * self.job.scenario.lease_s)
+        if process.is_alive:
+            self.world.network.dark.add(process.node)
+            process.end(is_heard=False)
+
+    def _is_possible(self, fault: Fault) -> bool:
+        """Return True if the job can go on after a fault, as far as its coordinator is concerned.
+
+        Two losses at a time may leave it without a coordinator: of the coordinator with its standby, or with half of
+        the nodes.
+        """
+        job, control = self.job, self.job.control
+        if fault.kind in (Kind.KILL, Kind.HANG, Kind.SLOW, Kind.CLOCK):
+            return True
+        is_cut = control.process.node in self.world.network.cut
+        if is_cut or not control.process.is_alive or not control.server.is_in_office:
+            return False
+        if fault.kind in OF_COORDINATOR:
+            return job.is_prepared and job.survives(control.process.node)
+        if fault.kind is Kind.PAUSE:
+            return True
+        member = job.coordinator.roster.ranks.get(fault.target)
+        node = job.members[member].node if member in job.members else job.hosts[0].name
+        is_needed = node in (control.process.node, control.server.office.standby.partition(":")[0])
+        return job.survives(node) and (not is_needed or job.is_prepared)

@@ -124,7 +124,8 @@ class World:
         if task.is_done or not process.is_alive:
             return
         if process.is_stopped:
-            process.deferred.append(task)
+            if task not in process.deferred:  # It may be woken more than once, but goes on once.
+                process.deferred.append(task)
             return
         before, self.task = self.task, task
         process.switch_to()

@@ -254,7 +254,7 @@ def test_supervisors_that_all_call_at_once_are_each_greeted_once(both: Both) -> 
             both.server.poll(0.01, both.answer)
         assert both.server.refused == 0, "none was cut off for another one"
         for supervisor in list(both.server._server._callers.values()):
-            both.server._server._drop(supervisor)
+            both.server._server.drop(supervisor)
         for client in clients:
             client.is_connected = False
     for client in clients:

@@ -19,14 +19,14 @@ from moevement_core.comms.token import own_token
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.interruption import GenerationStore
 from moevement_core.rendezvous.relay import LocalUpstream, Relay
-from moevement_core.rendezvous.roster import INTERRUPTED
+from moevement_core.rendezvous.roster import INTERRUPTED, STORE
 from moevement_core.rendezvous.store import connect_store
 from moevement_core.rendezvous.value_client import connect
 from moevement_core.rendezvous.values import Values, number_of
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.trainer.commit import UpdateCommit
-from moevement_core.util.environment import MEMBER_ENV, SUPERVISOR_ENV
+from moevement_core.util.environment import MEMBER_ENV, STORE_ENV, SUPERVISOR_ENV
 from tests.harness import run_ranks
 
 RANKS = 2
@@ -150,6 +150,7 @@ def _be_member(number: int) -> None:
 def _coordinate() -> int:
     """Coordinate the job of the other processes; return its number of generations, or 0 if it was stopped."""
     groups, values = _groups(), Values()
+    values.set(STORE, os.environ[STORE_ENV])
     relay = Relay(own_token(), LocalUpstream(values))
     groups.set(_RELAY, relay.address)
     coordinator = Coordinator(values, RANKS, 100.0, print, groups=groups, lease_s=1e6)
