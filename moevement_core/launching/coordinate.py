@@ -31,6 +31,7 @@ from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import RANKS, STOP, STORE
+from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.store import of_groups
 from moevement_core.rendezvous.values import Values
 from moevement_core.run.job_entry import JobEntry
@@ -45,8 +46,6 @@ OPTIONS = "coordinator/options"
 """Key of the options of the coordinator (:class:`Coordination`) that another coordinator of the job needs."""
 LEASES_ALONE = 12
 """Number of lease times after which a coordinator out of office, or a standby without any connection, ends."""
-LEASES_TO_RESIGN = 3
-"""Number of lease times in which a coordinator that resigns tries to tell its standby."""
 ENTRIES_S = 2.0
 """Longest time in seconds until ``ranks.json`` lists spares whose supervisor has lost or regained its connection.
 
@@ -131,8 +130,11 @@ def coordinate(what: Coordination) -> int:
                 listener = _listen(what, what.port)
                 at = f"{what.host}:{listener.getsockname()[1]}"
                 entry.listens_at(at)
-                entry.outcome = run_coordinator(what, signals, entry, Place(listener, Values(), Term(1, at)))
-                return entry.outcome.code if entry.outcome is not None else _code_of(record)
+                outcome = run_coordinator(what, signals, entry, Place(listener, Values(), Term(1, at)))
+                if not isinstance(outcome, Outcome):
+                    return outcome  # The other coordinator has written job.json.
+                entry.outcome = outcome
+                return outcome.code
         except Stopped as stopped:
             print(f"moevement: stopped by {stopped_by(stopped)}", file=sys.stderr, flush=True)
             return 128 + stopped.number
@@ -157,8 +159,12 @@ def _code_of(record: RunRecord | None) -> int:
     return 1 if job is None or job.code is None else job.code
 
 
-def run_coordinator(options: Coordination, signals: Signals, entry: JobFile, place: Place) -> Outcome | None:
-    """Run a coordinator until the job has ended; return its outcome, or None if another coordinator takes over."""
+def run_coordinator(options: Coordination, signals: Signals, entry: JobFile, place: Place) -> Outcome | int:
+    """Run a coordinator until the job has ended.
+
+    Returns:
+        The outcome of the job; only its exit code if another coordinator has taken over and ended it.
+    """
     running: _Coordination | None = None
     try:
         running = _Coordination(options, signals, entry, place)
@@ -174,6 +180,7 @@ class _Coordination:
 
         signals.check()  # The import took seconds, and no signal is raised within it.
         self._what, self._entry = options, entry
+        self._record = RunRecord(options.run_dir) if options.run_dir is not None else None
         of_store = _listen(options, 0)
         token, store = _token_for(options), (options.host, int(of_store.getsockname()[1]))
         self._token = token
@@ -223,26 +230,35 @@ class _Coordination:
             else None
         )
 
-    def run(self, signals: Signals) -> Outcome | None:
+    def run(self, signals: Signals) -> Outcome | int:
         """Run the coordinator until the job has ended.
 
         Returns:
-            The job's exit code and the reason; None if another coordinator has taken over.
+            The job's exit code and the reason; only the exit code if another coordinator has taken over.
         """
-        coordinator, in_office_at = self._coordinator, time.monotonic()
+        try:
+            return self._run(signals)
+        except Stopped as stopped:
+            self._end_at_once(stopped)
+            raise
+
+    def _run(self, signals: Signals) -> Outcome | int:
+        coordinator, in_office_at, looked_at = self._coordinator, time.monotonic(), time.monotonic()
         while coordinator.state not in (State.DONE, State.STOPPED):
             self._server.wants_standby = self._what.has_standby and coordinator.has_trained()
             self._server.poll(POLL_S, self._answer())
             signals.check()
-            if self._server.office.is_deposed:
-                self._wait_for_tasks(signals)
-                return None
+            now, lease_s = time.monotonic(), coordinator.lease_s
+            if now - looked_at > lease_s / 4:
+                in_office_at = now  # This process was suspended.
+            looked_at = now
+            if self._server.office.is_deposed or now - in_office_at > LEASES_ALONE * lease_s:
+                return self._follow(signals)
             if not self._server.is_in_office:
                 self._ask_standby()
-                if time.monotonic() - in_office_at > LEASES_ALONE * coordinator.lease_s:
-                    return Outcome(1, "neither the standby of the coordinator nor half of the supervisors answer")
                 continue
-            in_office_at = time.monotonic()
+            self._forget_successor()
+            in_office_at = now
             coordinator.step()
             self._report_changes()
             if signals.asked_by is not None and self._generation < 0:
@@ -268,13 +284,11 @@ class _Coordination:
         if office.resigns_for(self._successor.term):
             self._successor.resigns = office.term
 
-    def _tell_successor(self) -> None:
-        """Tell the standby that this coordinator has resigned, for a few lease times at most."""
-        until = time.monotonic() + LEASES_TO_RESIGN * self._coordinator.lease_s
-        client, term = self._successor, self._server.office.term
-        while client is not None and client.term.number <= term.number and time.monotonic() < until:
-            client.step((), {})
-            time.sleep(POLL_S)
+    def _forget_successor(self) -> None:
+        """Close the connection to a standby that has not taken over."""
+        if self._successor is not None:
+            self._successor.close()
+            self._successor = None
 
     def _report_standby(self) -> None:
         standby = self._server.standby
@@ -283,14 +297,42 @@ class _Coordination:
             self._standby = standby
             self._entry.has_standby(standby)
 
-    def _wait_for_tasks(self, signals: Signals) -> None:
-        """Wait until the commands that started tasks have ended, because another coordinator ends the job now."""
-        report("another coordinator has taken over the job; this one only waits for the tasks that it has started")
+    def _follow(self, signals: Signals) -> int:
+        """Wait until the job ends that another coordinator has taken over; pass on requests to end it.
+
+        Returns:
+            The job's exit code; 1 if the job has lost all its coordinators.
+        """
+        report("another coordinator has taken over the job; this one only waits for the end of the job")
         self._server.close()
-        self._tell_successor()
-        while self._tasks is not None and self._tasks.are_running:
+        lease_s, office = self._coordinator.lease_s, self._server.office
+        client = self._successor or LeaseClient("", address_of(office.successor), lease_s, self._token)
+        heard_at = time.monotonic()
+        while client.stop is None and time.monotonic() - heard_at < LEASES_ALONE * lease_s:
+            client.step((), {})
             signals.check()
+            if signals.asked_by is not None:
+                client.request("wind_down", signal.Signals(signals.asked_by).name)
+                signals.asked_by = None
+            if boot_time_s() < client.held_until:
+                heard_at = time.monotonic()
+            if self._tasks is not None and not self._tasks.are_running:
+                break
             time.sleep(POLL_S)
+        client.close()
+        if self._tasks is not None:
+            self._tasks.wait_and_kill(TASKS_GRACE_S)
+        return int(client.stop["code"]) if client.stop is not None else _code_of(self._record)
+
+    def _end_at_once(self, stopped: Stopped) -> None:
+        """Stop the job, because a signal ends this process; otherwise the standby would take over."""
+        if not self._server.office.standby or not self._server.is_in_office:
+            return
+        self._code = 128 + stopped.number
+        self._coordinator.stop(f"stopped by {stopped_by(stopped)}")
+        until = time.monotonic() + self._coordinator.lease_s / 2
+        while self._server.supervisors and time.monotonic() < until:
+            self._server.poll(POLL_S, self._answer())
 
     def _look_after_tasks(self) -> None:
         """Start the tasks of a node again if they have ended.

@@ -21,7 +21,7 @@ from moevement_core.launching.coordinate import (
     report,
     run_coordinator,
 )
-from moevement_core.launching.job_file import JobFile
+from moevement_core.launching.job_file import JobFile, Outcome
 from moevement_core.launching.signals import Signals
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.run.job_entry import JobEntry
@@ -30,7 +30,7 @@ from moevement_core.util.environment import REQUEUE_ENV
 
 BACKLOG = 1024
 """Number of connections that may wait until a standby accepts them."""
-BATCH_SCRIPT_S = 20.0
+BATCH_SCRIPT_S = 30.0
 """Seconds that a batch script has to notice the end of its job."""
 
 
@@ -62,8 +62,9 @@ def stand_by(coordinator: tuple[str, int], host: str, token: Token) -> None:
     report(f"the coordinator is lost; {standby.term.owner} takes over the job in term {standby.term.number}")
     place = Place(listener, standby.values, standby.term, standby.lease_s)
     with Signals() as signals, entry:
-        entry.outcome = run_coordinator(options, signals, entry, place)
-    if entry.outcome is not None:
+        outcome = run_coordinator(options, signals, entry, place)
+        entry.outcome = outcome if isinstance(outcome, Outcome) else None
+    if isinstance(outcome, Outcome):
         _end_allocation()
 
 
@@ -86,4 +87,7 @@ def _continued(record: RunRecord | None, options: Coordination) -> JobEntry:
         before = record.job() if record is not None else None
     if before is None:
         return own
-    return replace(before, host=own.host, pid=own.pid, machine=own.machine, started=own.started, standby="")
+    return replace(
+        before, host=own.host, pid=own.pid, machine=own.machine, started=own.started, standby="", ended_at=None,
+        code=None, reason="",
+    )  # fmt: skip

@@ -165,7 +165,7 @@ def answer_of(
     while not answers:
         if time.monotonic() - looked_at > LOOK_S:  # The coordinator at MOEVEMENT_STORE may be lost.
             looked_at = time.monotonic()
-            client.other = newest() or client.other
+            client.look_for(newest())
         client.step((), {})
         if client.stop is not None:
             raise ConfigError(f"the job at {STORE_ENV}={os.environ.get(STORE_ENV)} has ended; start it again")
@@ -212,7 +212,8 @@ def supervise(
     use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     client = LeaseClient("", _coordinator(), lease_s, own_token(), started_by=os.environ.get(START_ENV, ""))
-    ask = partial(answer_of, client, partial(_newest_coordinator, launch.run_dir_of(argv)))
+    newest = partial(_newest_coordinator, launch.run_dir_of(argv))
+    ask = partial(answer_of, client, newest)
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
         ask(Kind.SET, SERVED, served.encode())
     ranks, processes, task = int(ask(Kind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
@@ -260,7 +261,7 @@ def supervise(
                 program = Program(stand_by, (client.address, client.own_host, own_token()))
                 return Child("standby", program, {}, None)
 
-            running = _Task(task, client, start, relay=relay, start_standby=start_standby)
+            running = _Task(task, client, start, relay=relay, start_standby=start_standby, newest=newest)
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
@@ -276,9 +277,17 @@ def supervise(
 
 class _Task:
     def __init__(
-        self, task: Task, client: LeaseClient, start: Any, *, relay: Relay, start_standby: Callable[[], Child]
+        self,
+        task: Task,
+        client: LeaseClient,
+        start: Any,
+        *,
+        relay: Relay,
+        start_standby: Callable[[], Child],
+        newest: Callable[[], tuple[str, int] | None],
     ) -> None:
-        self._client, self._task, self._relay, self._start_standby = client, task, relay, start_standby
+        self._client, self._task, self._relay = client, task, relay
+        self._start_standby, self._newest = start_standby, newest
         self._standby: Child | None = None
         """Process that stands by for the coordinator, or is the coordinator; None if this task has none."""
         self._is_over = False
@@ -294,7 +303,7 @@ class _Task:
         )
 
     def run(self, signals: Signals) -> int:
-        client = self._client
+        client, looked_at = self._client, -float("inf")
         signals.may_wind_down = True
         while True:
             self._supervisor.step()
@@ -303,9 +312,13 @@ class _Task:
                 self._supervisor.end(GRACE_S)
                 return 0
             client.has_standby = self._standby is not None and self._standby.poll() is None
-            if client.start_standby and not client.has_standby:
+            if client.start_standby and client.own_host and not client.has_standby:
                 with suppress(OSError):  # The host has no process or memory left; the coordinator asks again.
                     self._standby = self._start_standby()
+                    self._supervisor.others = {self._standby.pid}
+            if boot_time_s() > client.held_until and time.monotonic() - looked_at > LOOK_S:
+                looked_at = time.monotonic()
+                client.look_for(self._newest())
             if client.is_winding_down:
                 self._supervisor.wind_down()
             signals.check()

@@ -122,6 +122,8 @@ class Supervisor:
     ) -> None:
         self.children: dict[int, Child] = {}
         """Every process that was ever started, by member."""
+        self.others: set[int] = set()
+        """Ids of further processes of the caller, which are no orphans of ranks."""
         self.is_fenced = False
         """True while the leases have run out, and the supervisor has stopped its processes (SIGSTOP)."""
         self._start, self._next_member, self._link = start, next_member, link
@@ -192,7 +194,7 @@ class Supervisor:
         self._hold()
 
     def _pids(self) -> set[int]:
-        return {child.pid for child in self.running}
+        return {child.pid for child in self.running} | self.others
 
     def _has_ended(self, member: int, child: Child) -> None:
         self._orphans.expect()

@@ -150,6 +150,11 @@ class LeaseClient:
         self._request = {"kind": kind, "why": why, "code": code, "beat": None}
         self._beat_at = -float("inf")
 
+    def look_for(self, coordinator: tuple[str, int] | None) -> None:
+        """Call a further coordinator, if one is known, in turns with that which this supervisor has heard last."""
+        if coordinator is not None and coordinator != self.address:
+            self.other = coordinator
+
     def ask(self, kind: str, key: str, value: str | None, then: Callable[[str | None], None]) -> None:
         """Pass a request on a value (:meth:`Values.answer`) to the coordinator, and call ``then`` with the answer.
 
@@ -306,7 +311,9 @@ class LeaseClient:
         term = Term.decode(answer.get("term", self.term.encode()))
         if term.number > self.term.number:
             self.term, self._beat_at = term, -float("inf")
-            self.address, self._calls = self._called, 0
+            if self._called != self.address:  # The other one may still turn out to be in office.
+                self.other, self.address = self.address, self._called
+            self._calls = 0
         elif term != self.term or answer.get("hears_coordinator"):
             raise ConnectionError("this supervisor obeys another coordinator")
         return bool(answer.get("in_office", True))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
 from moevement_core.rendezvous.mirror import Mirror
@@ -89,7 +90,7 @@ class LeaseServer:
         self._holder, self._on_request, self._values = holder, on_request, values
         self._server = SignedServer(listener, token, self._take_in, self._has_gone)
         self._mirror = Mirror(self._server, values, self.office)
-        self._stepped_at = self._resumed_at = time.monotonic()
+        self._began_at = self._stepped_at = self._resumed_at = time.monotonic()
         self._asked = ""
         """Name of the supervisor that was asked to start a standby."""
         self._asked_at = -float("inf")
@@ -152,13 +153,17 @@ class LeaseServer:
             return
         free = {name: supervisor for name, supervisor in self._by_name.items() if not supervisor.has_standby}
         elsewhere = [name for name, supervisor in free.items() if not supervisor.is_local]
+        if not elsewhere and now - self._began_at < wait_s:
+            return  # Supervisors of other hosts may still be connecting.
         if names := sorted(elsewhere or free, key=lambda name: (len(name), name)):
             self._asked = names[self._times_asked % len(names)]
         self._asked_at, self._times_asked = now, self._times_asked + 1
 
     def _take_in(self, caller: Caller, message: dict[str, Any]) -> None:
         if "stands_by" in message:
-            self._mirror.joins(caller, str(message["stands_by"]))
+            address = str(message["stands_by"])
+            address_of(address)  # Raises ValueError if it is none.
+            self._mirror.joins(caller, address)
             return
         if "mirrored" in message:
             self._mirror.take_in(caller, message)
@@ -248,4 +253,7 @@ class LeaseServer:
 
 def _is_local(connection: socket.socket) -> bool:
     """Return True if the other end of a connection is on this host."""
-    return bool(connection.getpeername()[0] == connection.getsockname()[0])
+    try:
+        return bool(connection.getpeername()[0] == connection.getsockname()[0])
+    except OSError:  # The connection was reset.
+        return False

@@ -163,8 +163,8 @@ class Mirror:
         self._server.send(
             self._caller,
             {
-                "operations": last, "number": self._number, "at": now, "lease_s": lease_s, "term": office.term.encode(),
-                "may_take_over": office.standby == self._address,
+                "operations": last, "number": self._number, "at": now, "lease_s": lease_s,
+                "term": office.term_of_standby.encode(), "may_take_over": office.standby == self._address,
             },
         )  # fmt: skip
         self._waiting = []

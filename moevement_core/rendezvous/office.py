@@ -71,6 +71,10 @@ class Office:
         """Names of the voters that the standby knows, and later lists that it may know, each with its number."""
         self._followers: set[str] = set()
         """Supervisors that obey the current term."""
+        self.successor = ""
+        """Address of the coordinator that has deposed this one; empty if none has."""
+        self._before = term
+        """Term before that in which the standby may not take over."""
         self.is_dropping = False
         """True while this coordinator asks supervisors to obey a term without the standby."""
 
@@ -81,6 +85,11 @@ class Office:
     def misses_standby(self, lease_s: float, since: float) -> bool:
         """Return True if the standby has not answered for half of a lease time after ``since`` on the clock."""
         return bool(self.standby) and self._clock() - max(self._heard_at, since) > lease_s / 2
+
+    @property
+    def term_of_standby(self) -> Term:
+        """Term that the standby may end, which is not that of supervisors that obey this coordinator alone."""
+        return self._before if self.is_dropping else self.term
 
     # The standby
 
@@ -114,7 +123,7 @@ class Office:
     def drop(self) -> None:
         """Begin a term in which the standby may not take over. It counts once half of the voters obey the term."""
         if self.standby and not self.is_dropping:
-            self.is_dropping, self._followers = True, set()
+            self.is_dropping, self._followers, self._before = True, set(), self.term
             self.term = Term(self.term.number + 1, self.term.owner)
             self._end_dropping()
 
@@ -128,7 +137,7 @@ class Office:
         This coordinator then asks no supervisor for a term any more. So the standby may ask those that obey this one's.
         """
         if self.standby and term.owner == self.standby and term.number >= self.term.number:
-            self.is_deposed = True
+            self.is_deposed, self.successor = True, term.owner
         return self.is_deposed
 
     # Supervisors
@@ -139,7 +148,7 @@ class Office:
             self._followers.add(supervisor)
             self._end_dropping()
         elif term.number > self.term.number:
-            self.is_deposed = True
+            self.is_deposed, self.successor = True, term.owner
         elif term.number == self.term.number and not self.is_dropping:
             # A coordinator that is lost has asked this supervisor for the same number, but not enough others.
             if self.standby:

@@ -153,7 +153,6 @@ class Standby:
         if "resigns" in message and self._is_candidate:
             # Some supervisors may already obey the coordinator's last term.
             self.term = Term(max(self.term.number, Term.decode(message["resigns"]).number + 1), self._address)
-        self._stand()
         self._server.send(
             caller,
             {

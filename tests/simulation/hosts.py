@@ -128,7 +128,7 @@ class Host:
         listener: Any = Listener(job.world.network, process, process)
         running = _Task(
             task, lease, partial(self._start_rank, process), relay=Relay(TOKEN, lease, listener),
-            start_standby=partial(self._start_standby, lease),  # type: ignore[arg-type]
+            start_standby=partial(self._start_standby, lease), newest=newest,  # type: ignore[arg-type]
         )  # fmt: skip
         try:
             running.run(SimpleNamespace(check=lambda: None, asked_by=None))  # type: ignore[arg-type]
@@ -267,6 +267,7 @@ class Control:
                 if office.resigns_for(successor.term):
                     successor.resigns = office.term
                 continue
+            successor = None
             if job.scenario.slow_answers_s:
                 job.world.sleep(job.world.rng.uniform(0.0, job.scenario.slow_answers_s))
             coordinator.step()
@@ -351,7 +352,8 @@ class Job:
         leases = [host.lease for host in self.hosts if host.lease is not None]
         names = {lease.name for lease in leases}
         know_it = sum(lease.other == address_of(address) for lease in leases) if address else 0
-        return know_it == len(self.hosts) and any(
+        is_settled = know_it == len(self.hosts) and not self.control.server.office.is_dropping
+        return is_settled and any(
             standby._address == address and standby._may_take_over and standby._voters == names
             and process.is_alive and not process.is_stopped and process.node not in cut
             for standby, process in self.standbys
