@@ -76,17 +76,6 @@ class TrainingByHand(Training):
     def _lease_s(self) -> float:
         return float(self._arguments[self._arguments.index("--moevement-lease-seconds") + 1])
 
-    def coordinator(self) -> JobEntry:
-        """Return the entry of the job, with the coordinator's host and process id."""
-        entry = self.job.entry()
-        assert entry is not None
-        return entry
-
-    def wait_for_standby(self) -> JobEntry:
-        """Wait until a standby may take over; return the entry of the job."""
-        self._wait_until(lambda: (entry := self.job.entry()) is not None and entry.standby, "there is a standby", 60.0)
-        return self.coordinator()
-
     def wait_until_whole(self) -> None:
         """Wait until the job has all its processes on all nodes, as a coordinator knows that has had time to look."""
         time.sleep(2 * self._lease_s)
@@ -100,12 +89,12 @@ class TrainingByHand(Training):
 
     def wait_for_coordinator(self, before: JobEntry) -> JobEntry:
         """Wait until another coordinator than that of ``before`` has taken over; return the entry of the job."""
-        self._wait_until(lambda: self.coordinator().address != before.address, "a standby takes over", 60.0)
-        return self.coordinator()
+        self._wait_until(lambda: self.entry().address != before.address, "a standby takes over", 60.0)
+        return self.entry()
 
     def kill_coordinator(self, number: signal.Signals = signal.SIGKILL) -> JobEntry:
         """Send a signal to the coordinator's process; return the entry of the job at that time."""
-        entry = self.coordinator()
+        entry = self.entry()
         self.cluster.kill_process(entry.host, entry.pid, number)
         return entry
 

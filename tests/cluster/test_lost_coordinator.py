@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run.job_entry import JobEntry
 from tests.cluster.by_hand import TrainingByHand, train_by_hand
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import wait_until
-from tests.cluster.training import Training, assert_undisturbed, train
+from tests.cluster.training import assert_undisturbed, train
 
 LEASE_S = 2
 LOSSES = 20
 
 
 def test_the_coordinator_is_killed_then_frozen_and_then_lost_with_its_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"train_iters": 60, "moevement_lease_seconds": LEASE_S}
+    flags: dict[str, Any] = {"train_iters": 90, "moevement_lease_seconds": LEASE_S}
     training = train_by_hand(cluster, tmp_path, **flags)
     training.wait_for_standby()
     first = training.kill_coordinator()
@@ -41,43 +40,26 @@ def test_the_coordinator_is_killed_then_frozen_and_then_lost_with_its_ranks(clus
 def test_under_slurm_the_standby_takes_over_and_the_batch_script_waits_for_the_end(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    flags: dict[str, Any] = {"train_iters": 30, "moevement_lease_seconds": LEASE_S}
+    flags: dict[str, Any] = {"train_iters": 60, "moevement_lease_seconds": LEASE_S}
     training = train(cluster, tmp_path, **flags)
-    before = standby_of(training)
+    before = training.wait_for_standby()
     cluster.kill_process(before.host, before.pid)
     training.wait()
     assert_undisturbed(training, **flags)
-    assert entry_of(training).host != before.host
+    assert training.entry().host != before.host
     assert training.events("failure") == [], "no rank was interrupted"
 
 
 def test_under_slurm_a_job_outlives_its_first_node_and_leaves_no_allocation(cluster: Cluster, tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"train_iters": 40, "moevement_lease_seconds": LEASE_S}
+    flags: dict[str, Any] = {"train_iters": 60, "moevement_lease_seconds": LEASE_S}
     training = train(cluster, tmp_path, "--no-kill", **flags)
-    before = standby_of(training)
+    before = training.wait_for_standby()
     assert before.host == "n1"
     training.resumes_after(cluster.lose_power("n1"))
     cluster.take_down("n1")
     wait_until(lambda: not training.job.is_there(), "the Slurm job ends", training.everything)
-    assert entry_of(training).code == 0
+    assert training.entry().code == 0
     assert_undisturbed(training, **flags)
-
-
-def standby_of(training: Training) -> JobEntry:
-    """Wait until a standby may take over; return the entry of the job."""
-
-    def has_standby() -> bool:
-        return training.record.job_path.exists() and bool(entry_of(training).standby)
-
-    wait_until(has_standby, "there is a standby", training.everything)
-    return entry_of(training)
-
-
-def entry_of(training: Training) -> JobEntry:
-    """Return the content of ``job.json``."""
-    entry = training.record.job()
-    assert entry is not None
-    return entry
 
 
 @pytest.mark.full
@@ -112,7 +94,7 @@ HOW = ("killed", "frozen", "cut off", "power lost", "killed after a rank")
 
 def _lose(training: TrainingByHand, how: str, draw: random.Random) -> None:
     """Lose the coordinator of a job, and perhaps a rank shortly before it."""
-    host = training.coordinator().host
+    host = training.entry().host
     if how == "cut off":
         training.cluster.cut_link(host)
     elif how == "power lost":

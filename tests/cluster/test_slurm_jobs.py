@@ -40,14 +40,17 @@ def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster:
 def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itself(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Check that a task on another node asks Slurm to queue the job again.
+    """Check that a task on another node asks Slurm to queue the job again if the standby is lost, too.
 
-    The lost node has the batch script and the store.
+    The first node has the batch script and the coordinator, and the second one the standby.
     """
     windows = str(tmp_path / "windows")
     overrides: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": 2}
     training = train(cluster, tmp_path, moevement_persist_dir=windows, moevement_load=windows, **overrides)
     training.wait_for_iteration(12)
+    address = training.wait_for_standby().standby
+    assert address.startswith(cluster.addresses["n2"])
+    cluster.kill_process("n2", _listener(cluster, "n2", address.rpartition(":")[2]))
     cluster.kill_node("n1")
     cluster.take_down("n1")
     training.job.wait(("PENDING",))
@@ -57,6 +60,13 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
     training.end()
     assert_undisturbed(training, **overrides)
+
+
+def _listener(cluster: Cluster, node: str, port: str) -> int:
+    """Return the id, on its node, of the process that listens at a port."""
+    found = re.search(r"pid=(\d+)", cluster.machines[node].run("ss", "-ltnpH", "sport", "=", f":{port}"))
+    assert found is not None
+    return int(found[1])
 
 
 def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, tmp_path: Path) -> None:

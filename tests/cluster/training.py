@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.comms.token import Token
+from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
@@ -96,6 +97,17 @@ class Training:
         self.job.cancel("--signal=USR1", "--batch")
         self.wait(timeout_s)
         return int(self.record.summary()["iterations"])
+
+    def entry(self) -> JobEntry:
+        """Return the content of ``job.json``."""
+        entry = self.record.job()
+        assert entry is not None
+        return entry
+
+    def wait_for_standby(self) -> JobEntry:
+        """Wait until a standby may take over from the coordinator; return the content of ``job.json``."""
+        self._wait_until(lambda: self.record.job_path.exists() and self.entry().standby, "there is a standby", HANGS_S)
+        return self.entry()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind from ``events.jsonl``, in the order written."""
