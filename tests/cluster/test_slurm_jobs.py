@@ -64,9 +64,9 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
 
 def _listener(cluster: Cluster, node: str, port: str) -> int:
     """Return the id, on its node, of the process that listens at a port."""
-    found = re.search(r"pid=(\d+)", cluster.machines[node].run("ss", "-ltnpH", "sport", "=", f":{port}"))
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"pid=(\d+)", cluster.machines[node].run("ss", "-ltnpH", "sport", "=", f":{port}"))
+    assert match is not None
+    return int(match[1])
 
 
 def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, tmp_path: Path) -> None:
