@@ -32,6 +32,7 @@ from benchmarks.papers.common import table
 from benchmarks.scale_members import ON_NODE, Share, serve
 from benchmarks.scale_planners import PLANNERS
 from moevement_core.comms.token import TOKEN_ENV, Token
+from moevement_core.launching.stand_by import stand_by
 
 OUTPUT = Path(__file__).with_suffix(".md")
 PROCESSES = 2
@@ -65,6 +66,8 @@ class Figures:
     files: int
     memory_bytes: int
     """Open files, and resident memory, of the coordinator and its store; the largest."""
+    takeover_s: float
+    """Seconds from SIGKILL for the coordinator until its standby has answered all supervisors."""
 
 
 def main() -> None:
@@ -95,6 +98,7 @@ def measure(ranks: int, lease_s: float) -> Figures:
         with _job(Share(address, token.text, 0, ranks + SPARES, lease_s)) as job:
             start_s = job.wait_for_entry(0, ranks) - job.began_at
             job.connect_to_store()
+            job.start_standby(token)
             cpu_s, since = _cpu_s(process), time.monotonic()
             time.sleep(STEADY_S)
             steady = (_cpu_s(process) - cpu_s) / (time.monotonic() - since)
@@ -102,6 +106,9 @@ def measure(ranks: int, lease_s: float) -> Figures:
             disconnected_at = job.disconnect()
             herd_s = job.wait_until_heard() - disconnected_at
             recoveries = [_recovery(job, ranks, number) for number in range(1, RECOVERIES + 1)]
+            files, memory_bytes = process.num_fds(), process.memory_info().rss
+            killed_at = time.monotonic()
+            process.kill()
             return Figures(
                 ranks=ranks,
                 start_s=start_s,
@@ -110,8 +117,9 @@ def measure(ranks: int, lease_s: float) -> Figures:
                 question_s=question_s,
                 recovery_s=statistics.median(seconds for seconds, _ in recoveries),
                 recovery_bytes=int(statistics.median(nbytes for _, nbytes in recoveries)),
-                files=process.num_fds(),
-                memory_bytes=process.memory_info().rss,
+                files=files,
+                memory_bytes=memory_bytes,
+                takeover_s=job.wait_for_takeover() - killed_at,
             )
 
 
@@ -125,6 +133,8 @@ class _Job:
 
     def __init__(self, processes: Sequence[Any], nodes: int) -> None:
         self._processes, self._nodes = processes, nodes
+        self._standby: Any = None
+        """Process of the standby; None before there is one."""
         self.wait_until_heard()
         self.began_at = time.monotonic()
         """Monotonic time in seconds at which members began to join."""
@@ -137,6 +147,33 @@ class _Job:
     def connect_to_store(self) -> None:
         """Give each member a client of the store of process groups."""
         self._call("connect_to_store")
+
+    def start_standby(self, token: Token) -> None:
+        """Start a standby when the coordinator asks a node for one, and wait until all nodes know it."""
+        asked: list[Any] = []
+
+        def is_asked() -> bool:
+            asked[:] = [node for node in self._call("asked_for_standby") if node is not None]
+            return bool(asked)
+
+        self._wait(is_asked)
+        number, coordinator, host = asked[0]
+        context = multiprocessing.get_context("spawn")
+        self._standby = context.Process(target=_stand_by, args=(coordinator, host, token), daemon=True)
+        self._standby.start()
+        self._call("has_standby", number)
+        self._wait(lambda: sum(self._call("prepared")) == self._nodes)
+
+    def wait_for_takeover(self) -> float:
+        """Wait until the standby has answered all supervisors as the coordinator; return the monotonic time in s."""
+        self._wait(lambda: sum(self._call("obeying", 2)) == self._nodes)
+        return time.monotonic()
+
+    def end(self) -> None:
+        """End the standby."""
+        if self._standby is not None:
+            self._standby.kill()
+            self._standby.join()
 
     def question(self) -> float:
         """Return the seconds until a question of each rank is answered, if all ask at once."""
@@ -181,6 +218,13 @@ def _recovery(job: _Job, ranks: int, generation: int) -> tuple[float, int]:
     return entered_at - killed_at, nbytes
 
 
+def _stand_by(coordinator: tuple[str, int], host: str, token: Token) -> None:
+    import torch  # noqa: F401 - a supervisor's fork has it in memory
+
+    os.environ[TOKEN_ENV] = token.text
+    stand_by(coordinator, host, token)
+
+
 @contextmanager
 def _coordinator(ranks: int, token: Token, folder: Path) -> Iterator[tuple[psutil.Process, tuple[str, int]]]:
     """Run the coordinator of a job, and yield its process and its address."""
@@ -214,6 +258,7 @@ def _job(everything: Share) -> Iterator[_Job]:
     each = ON_NODE * -(-nodes // PROCESSES)
     processes: list[Any] = []
     connections: list[Any] = []
+    job: _Job | None = None
     try:
         for first in range(0, everything.last, each):
             here, there = context.Pipe()
@@ -222,8 +267,11 @@ def _job(everything: Share) -> Iterator[_Job]:
             process.start()
             processes.append(process)
             connections.append(here)
-        yield _Job(connections, nodes)
+        job = _Job(connections, nodes)
+        yield job
     finally:
+        if job is not None:
+            job.end()
         for process in processes:
             process.kill()
             process.join()
@@ -246,12 +294,12 @@ def _seconds(prepared: Callable[[int], Callable[[], object]], ranks: int) -> flo
 def report(figures: Sequence[Figures], planners: dict[str, list[float]]) -> str:
     """Return the text of the page."""
     header = [
-        "ranks", "start, s", "steady load, cores", "herd, s", "question, ms", "recovery, s", "MB in a recovery", "open files", "memory, MB",
+        "ranks", "start, s", "steady load, cores", "herd, s", "question, ms", "recovery, s", "MB in a recovery", "takeover, s", "open files", "memory, MB",
     ]  # fmt: skip
     rows = [
         [
             f"{job.ranks:,}", f"{job.start_s:.1f}", f"{job.steady_cores:.2f}", f"{job.herd_s:.1f}",
-            f"{1000 * job.question_s:.0f}", f"{job.recovery_s:.2f}", f"{job.recovery_bytes / 1e6:.1f}", f"{job.files:,}", f"{job.memory_bytes / 1e6:.0f}",
+            f"{1000 * job.question_s:.0f}", f"{job.recovery_s:.2f}", f"{job.recovery_bytes / 1e6:.1f}", f"{job.takeover_s:.1f}", f"{job.files:,}", f"{job.memory_bytes / 1e6:.0f}",
         ]
         for job in figures
     ]  # fmt: skip
@@ -263,6 +311,7 @@ def report(figures: Sequence[Figures], planners: dict[str, list[float]]) -> str:
 This page is for people who want to know at what size the coordinator becomes the limit. The coordinator is the real process, and
 members run the code of real members, over one connection of each node ({ON_NODE} ranks) on loopback, on the same two cores. They train
 nothing. In place of the Unix socket between a rank and its supervisor is a call, because on a cluster each node has processors for that.
+A standby, on the same cores too, has a copy of all values ([docs/leases.md](../docs/leases.md#the-coordinator-may-be-lost)).
 
 - *start*: from the first member's wish to join until the last has entered the first generation.
 - *steady load*: processor time of the coordinator, with the store of process groups, while all supervisors renew leases.
@@ -271,7 +320,8 @@ nothing. In place of the Unix socket between a rank and its supervisor is a call
 - *herd*: all supervisors lose their connections at once; time until the coordinator has answered each of them.
 - *recovery*: from the report that a rank was killed until all ranks have acknowledged the next roster and entered it, median of
   {RECOVERIES}. Each rank then makes a new client of the store of process groups, which is not included.
-- *MB in a recovery*: bytes over loopback in this time.
+- *MB in a recovery*: bytes over loopback in this time, with those to the standby.
+- *takeover*: the coordinator is killed; time until the standby has answered all supervisors as the next coordinator.
 - *open files*, *memory*: of the coordinator, at the end.
 
 {table(header, rows)}

@@ -331,7 +331,8 @@ ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
   merges those of a node that arrive together.
 - Each rank has a connection to the store of torch's process groups, in the coordinator's process. `torch.distributed` makes its own groups
   over this store, and Megatron one for every group of the job ([benchmarks/regroup.md](../benchmarks/regroup.md)).
-- One process coordinates the job. If it dies, the job ends; its next start continues from windows on disk, if the job writes them.
+- The coordinator starts one command (`srun`) for each node, from the first node ([slurm.md](slurm.md)). With thousands of nodes, let a
+  command that each node runs itself start the tasks, such as one `srun` for all nodes.
 """
 
 

@@ -191,6 +191,26 @@ class Members:
         with ThreadPoolExecutor(AT_ONCE) as threads:  # torch looks up the name of the address, which may take long.
             self._groups = list(threads.map(connect_store, stores))
 
+    def asked_for_standby(self) -> tuple[int, tuple[str, int], str] | None:
+        """Return the node that is to start a standby, with the addresses of the coordinator and of its own host."""
+        for number, node in self._nodes.items():
+            if node.client.start_standby and node.client.own_host and not node.client.has_standby:
+                return number, node.client.address, node.client.own_host
+        return None
+
+    def has_standby(self, number: int) -> None:
+        """Note that a standby runs on a node."""
+        if number in self._nodes:
+            self._nodes[number].client.has_standby = True
+
+    def prepared(self) -> int:
+        """Return the number of nodes that know the standby."""
+        return sum(node.client.other is not None for node in self._nodes.values())
+
+    def obeying(self, term: int) -> int:
+        """Return the number of nodes whose lease clients have an answer of the coordinator of a term."""
+        return sum(node.client.term.number == term and node.client.is_connected for node in self._nodes.values())
+
     def question(self) -> tuple[float, float]:
         """Ask for each member if its generation is interrupted; return the monotonic times of first and last, in s."""
         answered: list[float] = []

@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from moevement_core.comms.address import address_of
 from moevement_core.comms.token import HOW, Token, given_token
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
@@ -27,10 +26,9 @@ from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import LEASE_S, Coordinator, State
-from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import LeaseServer
-from moevement_core.rendezvous.office import Office, Term
-from moevement_core.rendezvous.roster import RANKS, STOP, STORE
+from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, CoordinatorLoop, Turn
+from moevement_core.rendezvous.office import Term
+from moevement_core.rendezvous.roster import RANKS, STORE
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.store import of_groups
 from moevement_core.rendezvous.values import Values
@@ -44,8 +42,6 @@ from moevement_core.util.words import spares_words
 POLL_S = 0.05
 OPTIONS = "coordinator/options"
 """Key of the options of the coordinator (:class:`Coordination`) that another coordinator of the job needs."""
-LEASES_ALONE = 12
-"""Number of lease times after which a coordinator out of office, or a standby without any connection, ends."""
 ENTRIES_S = 2.0
 """Longest time in seconds until ``ranks.json`` lists spares whose supervisor has lost or regained its connection.
 
@@ -183,7 +179,7 @@ class _Coordination:
         self._record = RunRecord(options.run_dir) if options.run_dir is not None else None
         of_store = _listen(options, 0)
         token, store = _token_for(options), (options.host, int(of_store.getsockname()[1]))
-        self._token = token
+
         self._store = torch.distributed.TCPStore(
             *store, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=of_store.detach(), use_libuv=True,
@@ -196,14 +192,13 @@ class _Coordination:
             values, options.ranks, options.spare_timeout_s, report, groups=of_groups(self._store, token),
             lease_s=place.lease_s,
         )  # fmt: skip
-        self._server = LeaseServer(
-            place.listener, self._coordinator, token, on_request=self._take_request, values=values,
-            office=Office(place.term),
+        self._loop = CoordinatorLoop(
+            self._coordinator, place.listener, values, place.term, token, on_wind_down=_report_wind_down,
+            may_have_standby=options.has_standby,
         )  # fmt: skip
+        self._server = self._loop.server
         self._standby = ""
         """Address of the standby of which the user knows; empty for none."""
-        self._successor: LeaseClient | None = None
-        """Connection to the standby that may have taken over; None unless this coordinator is not in office."""
         self._endpoint: Endpoint | None = None
         self._has_endpoint = False
         """True once the metrics endpoint was opened, or could not be opened."""
@@ -212,11 +207,8 @@ class _Coordination:
                 self._open_endpoint(served)
             except ConfigError as error:  # Another job may use the port of this host; this job goes on.
                 report(f"metrics of the run are not served any more: {error}")
-        self._wind_down = self._coordinator.is_winding_down
-        self._code = 1
-        """Exit code of the coordinator if the job is stopped; a supervisor's request can set it."""
-        is_running = self._coordinator.state is State.RUNNING
-        self._generation = self._coordinator.roster.generation if is_running else -1
+        self._generation = self._loop.generation
+        """Newest generation of which the user knows."""
         self._reported, self._written = 0, list[dict[str, Any]]()
         self._population: tuple[Any, ...] = ()
         self._looked_at = -float("inf")
@@ -243,52 +235,33 @@ class _Coordination:
             raise
 
     def _run(self, signals: Signals) -> Outcome | int:
-        coordinator, in_office_at, looked_at = self._coordinator, time.monotonic(), time.monotonic()
-        while coordinator.state not in (State.DONE, State.STOPPED):
-            self._server.wants_standby = self._what.has_standby and coordinator.has_trained()
-            self._server.poll(POLL_S, self._answer())
+        while not self._loop.is_over:
+            turn = self._loop.turn(POLL_S)
             signals.check()
-            now, lease_s = time.monotonic(), coordinator.lease_s
-            if now - looked_at > lease_s / 4:
-                in_office_at = now  # This process was suspended.
-            looked_at = now
-            if self._server.office.is_deposed or now - in_office_at > LEASES_ALONE * lease_s:
+            if turn is Turn.REPLACED:
                 return self._follow(signals)
-            if not self._server.is_in_office:
-                self._ask_standby()
-                continue
-            self._forget_successor()
-            in_office_at = now
-            coordinator.step()
-            self._report_changes()
-            if signals.asked_by is not None and self._generation < 0:
-                raise Stopped(signals.asked_by)  # No rank trains yet, so no rank would reach a boundary.
-            if signals.asked_by is not None:
-                self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
-                signals.asked_by = None
-            self._look_after_tasks()
-            self._look_after_endpoint()
-        self._end()
-        if coordinator.state is State.STOPPED:
-            reason = self._values.read(STOP) or ""
+            if turn is Turn.DECIDED:
+                self._report_changes()
+                self._look_after_signals(signals)
+                self._look_after_tasks()
+                self._look_after_endpoint()
+        self._loop.end(GRACE_S)
+        if self._tasks is not None:
+            # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.
+            self._tasks.wait_and_kill(TASKS_GRACE_S)
+        reason, code = self._coordinator.end
+        if self._coordinator.state is State.STOPPED:
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
-            return Outcome(self._code, reason)
-        return Outcome(0)
+        return Outcome(code, reason)
 
-    def _ask_standby(self) -> None:
-        """Ask the standby, which does not answer as such any more, whether it takes over, and resign if it does."""
-        office = self._server.office
-        if self._successor is None:
-            self._successor = LeaseClient("", address_of(office.standby), self._coordinator.lease_s, self._token)
-        self._successor.step((), {})
-        if office.resigns_for(self._successor.term):
-            self._successor.resigns = office.term
-
-    def _forget_successor(self) -> None:
-        """Close the connection to a standby that has not taken over."""
-        if self._successor is not None:
-            self._successor.close()
-            self._successor = None
+    def _look_after_signals(self, signals: Signals) -> None:
+        """Let the job end at the next boundary if a signal asks for it; at once if no rank trains."""
+        if signals.asked_by is None:
+            return
+        if self._generation < 0:
+            raise Stopped(signals.asked_by)  # No rank would reach a boundary.
+        self._loop.wind_down(signal.Signals(signals.asked_by).name)
+        signals.asked_by = None
 
     def _report_standby(self) -> None:
         standby = self._server.standby
@@ -304,10 +277,7 @@ class _Coordination:
             The job's exit code; 1 if the job has lost all its coordinators.
         """
         report("another coordinator has taken over the job; this one only waits for the end of the job")
-        self._server.close()
-        lease_s, office = self._coordinator.lease_s, self._server.office
-        client = self._successor or LeaseClient("", address_of(office.successor), lease_s, self._token)
-        heard_at = time.monotonic()
+        client, lease_s, heard_at = self._loop.follow(), self._coordinator.lease_s, time.monotonic()
         while client.stop is None and time.monotonic() - heard_at < LEASES_ALONE * lease_s:
             client.step((), {})
             signals.check()
@@ -326,20 +296,17 @@ class _Coordination:
 
     def _end_at_once(self, stopped: Stopped) -> None:
         """Stop the job, because a signal ends this process; otherwise the standby would take over."""
-        if not self._server.office.standby or not self._server.is_in_office:
+        if self._loop.is_over or not self._loop.office.standby or not self._server.is_in_office:
             return
-        self._code = 128 + stopped.number
-        self._coordinator.stop(f"stopped by {stopped_by(stopped)}")
-        until = time.monotonic() + self._coordinator.lease_s / 2
-        while self._server.supervisors and time.monotonic() < until:
-            self._server.poll(POLL_S, self._answer())
+        self._coordinator.stop(f"stopped by {stopped_by(stopped)}", 128 + stopped.number)
+        self._loop.end(self._coordinator.lease_s / 2)
 
     def _look_after_tasks(self) -> None:
         """Start the tasks of a node again if they have ended.
 
         If no task of any node is left, or if the tasks of a node end repeatedly before the job begins, stop the job.
         """
-        if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
+        if self._tasks is None or self._loop.is_over:
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)
         if not self._tasks.are_running and not self._server.supervisors:
@@ -358,7 +325,7 @@ class _Coordination:
             try:
                 self._open_endpoint(served)
             except ConfigError as error:
-                self._take_request("stop", str(error), USAGE_ERROR)
+                self._coordinator.stop(str(error), USAGE_ERROR)
                 return
         if self._endpoint is not None:
             self._endpoint.step(report)
@@ -368,34 +335,6 @@ class _Coordination:
         self._endpoint = Endpoint(Served.decode(served))
         report(f"metrics of the run are served at {self._endpoint.url}")
 
-    def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "generation": self._generation,
-            "wind_down": self._wind_down,
-            "has_trained": self._coordinator.has_trained(),
-        }
-        if self._coordinator.state is State.DONE:
-            answer["stop"] = {"reason": "", "code": 0}
-        elif self._coordinator.state is State.STOPPED:
-            answer["stop"] = {"reason": self._values.read(STOP) or "", "code": self._code}
-        return answer
-
-    def _take_request(self, kind: str, why: str, code: int) -> None:
-        if kind == "wind_down":
-            self._begin_to_wind_down(why)
-        elif self._coordinator.state not in (State.DONE, State.STOPPED):
-            self._code = code
-            self._coordinator.stop(why)
-
-    def _begin_to_wind_down(self, why: str) -> None:
-        if not self._wind_down:
-            self._wind_down = True
-            self._coordinator.wind_down()
-            report(
-                f"{why}: the job saves and ends at the next boundary between iterations; "
-                "a second signal ends it at once"
-            )
-
     def _report_changes(self) -> None:
         coordinator = self._coordinator
         for death in coordinator.deaths[self._reported :]:
@@ -403,8 +342,8 @@ class _Coordination:
             report(f"{subject} (pid {death.pid}) {death.how}")
         self._reported = len(coordinator.deaths)
         roster = coordinator.roster
-        if roster.generation != self._generation and coordinator.state is State.RUNNING:
-            self._generation = roster.generation
+        if self._loop.generation != self._generation:
+            self._generation = self._loop.generation
             for reason in roster.reasons[:MOST_REASONS]:
                 report(reason)
             report(f"generation {roster.generation} is formed; spares: {spares_words(roster.spares, roster.starting)}")
@@ -432,19 +371,6 @@ class _Coordination:
             with suppress(OSError):  # The record reports the same error.
                 make_folder(run_dir)
             RunRecord(run_dir).write_ranks(processes)
-
-    def _end(self) -> None:
-        """Answer tasks that renew leases until all of them have ended, at most for :data:`GRACE_S`.
-
-        The answers tell the tasks that the job has ended.
-        """
-        deadline = time.monotonic() + GRACE_S
-        while self._server.supervisors and time.monotonic() < deadline:
-            self._server.poll(POLL_S, self._answer())
-        self._server.close()
-        if self._tasks is not None:
-            # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.
-            self._tasks.wait_and_kill(TASKS_GRACE_S)
 
     def end_tasks(self) -> None:
         """End the commands that started tasks, if they still run, and close the metrics endpoint."""
@@ -484,6 +410,10 @@ def _listen(options: Coordination, port: int) -> socket.socket:
         raise ConfigError(
             f"--host {options.host} --port {port}: {error.strerror}; give an address of this host and a free port"
         ) from None
+
+
+def _report_wind_down(why: str) -> None:
+    report(f"{why}: the job saves and ends at the next boundary between iterations; a second signal ends it at once")
 
 
 def report(text: str) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from moevement_core.comms.token import Token
 from moevement_core.errors import RunRecordError
 from moevement_core.launching.coordinate import (
-    LEASES_ALONE,
     OPTIONS,
     POLL_S,
     Coordination,
@@ -23,6 +22,7 @@ from moevement_core.launching.coordinate import (
 )
 from moevement_core.launching.job_file import JobFile, Outcome
 from moevement_core.launching.signals import Signals
+from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord

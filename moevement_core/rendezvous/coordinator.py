@@ -29,6 +29,7 @@ from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     BLOCKS,
     ELASTIC,
+    EXIT_CODE,
     GIVEN_UP,
     INTERRUPTED,
     JOB_NAME,
@@ -151,7 +152,7 @@ class Coordinator:
         """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
-        """Values that :meth:`_keep` has compared last."""
+        """Values that :meth:`keep` has compared last."""
         values.claim(JOB_NAME, uuid.uuid4().hex[:8])
         if (standing := values.read(STANDING)) is not None:
             self._continue(Standing.decode(standing))
@@ -196,7 +197,7 @@ class Coordinator:
         is_interrupted = number_of(self._values.read(INTERRUPTED)) >= self.roster.generation
         return State.FORMING if decision != "go" or is_interrupted else State.RUNNING
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Set the value of :data:`STANDING` if the state has changed since the last call."""
         now = (
             self.state, self.roster.generation, self._entered.generation, len(self.membership.dead), len(self.given_up),
@@ -304,15 +305,26 @@ class Coordinator:
         """
         self.is_winding_down = True
 
-    def stop(self, reason: str) -> None:
-        """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches."""
+    def stop(self, reason: str, code: int = 1) -> None:
+        """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches.
+
+        Args:
+            reason: reason, for the user.
+            code: exit code of the job.
+        """
+        self._values.set(EXIT_CODE, str(code))
         self._values.set(STOP, reason)
         self.state = State.STOPPED
+
+    @property
+    def end(self) -> tuple[str, int]:
+        """Reason and exit code of the job's end; an empty reason and 0 if all ranks have reached the end."""
+        return self._values.read(STOP) or "", max(0, number_of(self._values.read(EXIT_CODE)))
 
     def step(self) -> None:
         """Look at the reports and the leases, and change the state of the job if they require it; never block."""
         self._look_and_act()
-        self._keep()
+        self.keep()
 
     def _look_and_act(self) -> None:
         self._values.has_news = False

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous.mirror import Mirror
+from moevement_core.rendezvous.mirror import MESSAGES_IN_LEASE, Mirror
 from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
 from moevement_core.rendezvous.values import Kind, Values, Watcher, in_lines
 
@@ -46,6 +46,9 @@ class LeaseHolder(Protocol):
 
     def died(self, member: int, pid: int, how: str) -> int | None:
         """Record that a supervisor saw a process end; return the rank of the process, None for a spare."""
+
+    def keep(self) -> None:
+        """Set the value that a later coordinator continues from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +94,9 @@ class LeaseServer:
         self._server = SignedServer(listener, token, self._take_in, self._has_gone)
         self._mirror = Mirror(self._server, values, self.office)
         self._began_at = self._stepped_at = self._resumed_at = time.monotonic()
+        self._voters: set[str] = set()
+        """Names of the supervisors that were connected, and heard within a lease time, when they were last counted."""
+        self._counted_at = -float("inf")
         self._asked = ""
         """Name of the supervisor that was asked to start a standby."""
         self._asked_at = -float("inf")
@@ -116,6 +122,8 @@ class LeaseServer:
                 job.
         """
         self._answer = answer
+        if "stop" in answer:
+            self._mirror.ends()
         self._step_standby()
         self._server.poll(
             timeout_s, most_late_s=self._holder.lease_s * MOST_LATE, is_enough=lambda: self._values.has_news
@@ -125,8 +133,17 @@ class LeaseServer:
 
     @property
     def is_in_office(self) -> bool:
-        """True if this coordinator may decide."""
-        return self.office.has(self._holder.lease_s)
+        """True if this coordinator may decide, or has ended the job, which no other coordinator can change."""
+        return self.office.has(self._holder.lease_s) or self._mirror.has_ended
+
+    @property
+    def has_standby(self) -> bool:
+        """True if a standby is connected."""
+        return self._mirror.has_caller
+
+    def dismiss_standby(self) -> None:
+        """Tell the standby that all supervisors know of the end of the job."""
+        self._mirror.dismiss()
 
     @property
     def standby(self) -> str:
@@ -138,11 +155,13 @@ class LeaseServer:
         if now - self._stepped_at > lease_s / 4:
             self._resumed_at = now  # This process was suspended, and could not hear supervisors.
         self._stepped_at = now
-        voters = {
-            name for name, supervisor in self._by_name.items()
-            if now - max(supervisor.heard_at, self._resumed_at) < lease_s
-        }  # fmt: skip
-        self._mirror.step(voters, lease_s)
+        if now - self._counted_at > lease_s / MESSAGES_IN_LEASE:
+            self._counted_at = now
+            self._voters = {
+                name for name, supervisor in self._by_name.items()
+                if now - max(supervisor.heard_at, self._resumed_at) < lease_s
+            }  # fmt: skip
+        self._mirror.step(self._voters, lease_s)
         if self.wants_standby and not self.office.standby and not self._mirror.has_caller:
             self._ask_for_standby()
 
@@ -204,6 +223,9 @@ class LeaseServer:
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
         if (request := message.get("request")) is not None:
             self._on_request(str(request["kind"]), str(request["why"]), int(request["code"]))
+        tells_news = "died" in message or request is not None
+        if tells_news:
+            self._holder.keep()
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
         self._holder.renew(alive)
@@ -215,7 +237,11 @@ class LeaseServer:
             "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip
-        self._server.send(caller, answer)
+        if tells_news or "stop" in answer:
+            # The supervisor then tells it no other coordinator, so the standby must know it.
+            self._mirror.publish(caller, answer)
+        else:
+            self._server.send(caller, answer)
 
     def _has_gone(self, caller: Caller) -> None:
         self._mirror.has_gone(caller)

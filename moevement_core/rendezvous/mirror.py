@@ -65,6 +65,8 @@ class Mirror:
         """Names of the voters that were last sent to the standby."""
         self._held: deque[tuple[int, Caller, Mapping[str, Any]]] = deque()
         """Messages for supervisors, each with the number of the operation that the standby must have first."""
+        self._end: int | None = None
+        """Number of the operation with which the job has ended; None before that."""
         self._sent_at = -float("inf")
         self._looked_at = -float("inf")
         """Value of the clock when this process last called a standby that seemed to be lost."""
@@ -134,7 +136,35 @@ class Mirror:
             voters: names of the supervisors that are connected.
             lease_s: lease time in seconds.
         """
-        self._lease_s, now = lease_s, self._clock()
+        self._lease_s = lease_s
+        self._drop_lost()
+        if self._caller is not None and self._is_left_out(lease_s):
+            self._server.drop(self._caller)
+        if self._caller is not None and frozenset(voters) != self._voters:
+            self._offer(frozenset(voters))
+        self._voters = frozenset(voters)
+        self._release()
+        if self._waiting or self._clock() - self._sent_at > lease_s / MESSAGES_IN_LEASE:
+            self._send()
+
+    def ends(self) -> None:
+        """Note that the last operation has ended the job. No other coordinator can undo this."""
+        if self._end is None:
+            self._end = self._number
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the job has ended and the standby knows that."""
+        return self._end is not None and bool(self._office.standby) and self._mirrored >= self._end
+
+    def dismiss(self) -> None:
+        """Tell the standby that nobody needs it any more."""
+        if self._caller is not None:
+            self._server.send(self._caller, {"is_over": True})
+
+    def _drop_lost(self) -> None:
+        """Begin to go on without a standby that does not answer, and do so if its process has certainly ended."""
+        now, lease_s = self._clock(), self._lease_s
         if now - self._stepped_at > lease_s / 4:
             self._resumed_at = now  # This process was suspended, and could not hear the standby.
         self._stepped_at = now
@@ -146,15 +176,12 @@ class Mirror:
             self._looked_at = now
             if is_refused(address_of(self._office.standby)):
                 self._office.standby_has_ended()
-        if self._caller is not None and self._is_left_out(lease_s):
-            self._server.drop(self._caller)
-        if self._caller is not None and frozenset(voters) != self._voters:
-            self._offer(frozenset(voters))
-        self._voters = frozenset(voters)
-        self._release()
-        if self._caller is None or (not self._waiting and now - self._sent_at < lease_s / MESSAGES_IN_LEASE):
+
+    def _send(self) -> None:
+        """Send the standby what it does not have yet, or at least that this coordinator lives."""
+        if self._caller is None:
             return
-        self._sent_at = now
+        self._sent_at = self._clock()
         *lines, last = [*in_lines(self._waiting, lambda operation: operation[2])] or [[]]
         for line in lines:
             self._server.send(self._caller, {"operations": line})
@@ -163,7 +190,7 @@ class Mirror:
         self._server.send(
             self._caller,
             {
-                "operations": last, "number": self._number, "at": now, "lease_s": lease_s,
+                "operations": last, "number": self._number, "at": self._sent_at, "lease_s": self._lease_s,
                 "term": office.term_of_standby.encode(), "may_take_over": office.standby == self._address,
             },
         )  # fmt: skip
@@ -191,7 +218,7 @@ class Mirror:
     def _may_send(self, number: int) -> bool:
         """Return True if supervisors may learn of the operation ``number``: no other coordinator can lack it."""
         office = self._office
-        return office.has(self._lease_s) and (not office.standby or number <= self._mirrored)
+        return self.has_ended or (office.has(self._lease_s) and (not office.standby or number <= self._mirrored))
 
     def _release(self) -> None:
         while self._held and self._may_send(self._held[0][0]):

@@ -71,6 +71,8 @@ BLOCKS = "job/blocks"
 """Key of the sizes of groups of consecutive ranks that communicate in every layer: one or more numbers (``2,8``)."""
 STOP = "stop"
 """Key of the reason why the job has ended; the value is empty if all ranks have reached the end of training."""
+EXIT_CODE = "exit_code"
+"""Key of the exit code of a job that was stopped."""
 
 
 class NoticedBy(StrEnum):

@@ -49,7 +49,10 @@ class Standby:
         self.lease_s = 1.0
         """Lease time in seconds."""
         self.is_elected = False
-        """True once more than half of the voters obey this process's term: it is the coordinator now."""
+        """True once this process is the coordinator: more than half of the voters obey its term, or the job has ended.
+        """
+        self.is_over = False
+        """True if the job has ended, and the coordinator has told all supervisors."""
         self._coordinator, self._address, self._token, self._clock = coordinator, address, token, clock
         self._server = SignedServer(listener, token, self._take_in, lambda caller: None)
         self._lines: SignedLines | None = None
@@ -66,11 +69,6 @@ class Standby:
         """Number of operations that this process has executed."""
         self._calls: dict[str, tuple[float, Term]] = {}
         """Value of the clock at the newest beat of each supervisor that has called this process, and its term."""
-
-    @property
-    def is_over(self) -> bool:
-        """True if the job has ended, and nobody is left to whom the coordinator could say so."""
-        return self._lines is None and self.values.read(STOP) is not None
 
     @property
     def has_coordinator(self) -> bool:
@@ -126,6 +124,9 @@ class Standby:
 
     def _copy(self, message: Mapping[str, Any]) -> None:
         assert self._lines is not None
+        if message.get("is_over"):
+            self.is_over = True
+            return
         if message.get("begins"):
             self.values, self._operations, self._mirrored, self._may_take_over = Values(), [], 0, False
             return
@@ -169,6 +170,12 @@ class Standby:
             self.is_elected |= 2 * len(followers & self._voters) > len(self._voters)
             return
         is_lost = (self._lines is None and self._is_refused) or self._clock() - self._heard_at > self.lease_s
+        if is_lost and self.values.read(STOP) is not None:
+            # Nothing is left to decide, and some supervisors may not know that the job has ended.
+            newest = max((term.number for term in recent.values()), default=0)
+            self._hang_up()
+            self.is_elected, self.term = True, Term(max(self.term.number, newest) + 1, self._address)
+            return
         callers = {name for name, term in recent.items() if term.number <= self.term.number}
         if self._may_take_over and is_lost and 2 * len(callers & self._voters) > len(self._voters):
             self._hang_up()

@@ -62,6 +62,18 @@ def test_under_slurm_a_job_outlives_its_first_node_and_leaves_no_allocation(clus
     assert_undisturbed(training, **flags)
 
 
+def test_all_tasks_learn_of_the_end_of_a_job_whose_coordinator_is_killed_then(cluster: Cluster, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"train_iters": 40, "moevement_lease_seconds": LEASE_S}
+    training = train_by_hand(cluster, tmp_path, **flags)
+    training.wait_for_standby()
+    training.wait_for_iteration(40)
+    training.kill_coordinator()
+    training.wait()
+    assert_undisturbed(training, **flags)
+    time.sleep(7 * LEASE_S)
+    assert training.job.printed("the coordinator cannot be reached") == 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_coordinator_is_lost_many_times_in_a_row(cluster: Cluster, tmp_path: Path, seed: int) -> None:

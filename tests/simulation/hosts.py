@@ -9,16 +9,16 @@ from typing import Any
 
 from moevement_core.comms.address import address_of
 from moevement_core.errors import ConfigError
+from moevement_core.launching.coordinate import GRACE_S
 from moevement_core.launching.supervise import Task as SupervisorTask
 from moevement_core.launching.supervise import _Task, answer_of, claim
-from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.coordinator import Coordinator
+from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, CoordinatorLoop, Turn
 from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import LeaseServer
-from moevement_core.rendezvous.office import Office, Term
+from moevement_core.rendezvous.office import Term
 from moevement_core.rendezvous.relay import Relay
-from moevement_core.rendezvous.roster import STOP
 from moevement_core.rendezvous.standby import Standby
-from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
+from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 from moevement_core.rendezvous.values import Values
 from tests.simulation.network import COORDINATOR, Listener
 from tests.simulation.rank import TOKEN, RankProcess
@@ -221,13 +221,15 @@ class Control:
             values, scenario.shape.ranks, scenario.spare_timeout_s, self._say,
             groups=SimpleNamespace(list_keys=list), lease_s=scenario.lease_s, clock=lambda: world.now,
         )  # fmt: skip
-        self.started = -1
-        """Newest generation whose ranks have entered training."""
         self.reason: str | None = None
         listener: Any = Listener(world.network, process, port)
-        self.server = LeaseServer(
-            listener, self.coordinator, TOKEN, self._take_request, values, Office(term),
-        )  # fmt: skip
+        self.loop = CoordinatorLoop(self.coordinator, listener, values, term, TOKEN, on_wind_down=self._say)
+        self.server = self.loop.server
+
+    @property
+    def started(self) -> int:
+        """Newest generation whose ranks have entered training; -1 before the first."""
+        return self.loop.generation
 
     def _say(self, text: str) -> None:
         self.job.world.say(f"{self.process.name}: {text}")
@@ -235,60 +237,40 @@ class Control:
     @property
     def is_over(self) -> bool:
         """True if this coordinator has ended the job."""
-        return self.coordinator.state in (State.DONE, State.STOPPED)
-
-    def _take_request(self, kind: str, why: str, code: int) -> None:
-        self.job.requests.append(f"{kind}: {why}")
-        if kind == "stop" and not self.is_over:
-            self.coordinator.stop(why)
+        return self.loop.is_over
 
     def run(self) -> None:
-        """Run the loop of the coordinator, as ``moevement coordinate`` does."""
-        job, deaths, coordinator, office = self.job, 0, self.coordinator, self.server.office
-        successor, standby = None, ""
+        """Run the coordinator until the job has ended, as ``moevement coordinate`` does."""
+        job, coordinator, deaths, started = self.job, self.coordinator, 0, self.started
         while not self.is_over:
-            self.server.wants_standby = coordinator.has_trained()
-            self.server.poll(job.world.rng.uniform(0.05, 0.15), self._answer())
-            if office.standby != standby:
-                standby = office.standby
-                self._say(f"standby is {standby or 'lost'}")
-            if office.is_deposed:
-                self._say("deposed")
-                self.server.close()
-                until = job.world.now + 3 * coordinator.lease_s
-                while successor is not None and successor.term.number <= office.term.number and job.world.now < until:
-                    successor.step((), {})
-                    job.world.sleep(0.05)
+            turn = self.loop.turn(job.world.rng.uniform(0.05, 0.15))
+            if turn is Turn.REPLACED:
+                self._follow()
                 return
-            if not self.server.is_in_office:
-                if successor is None:
-                    successor = LeaseClient("", address_of(office.standby), coordinator.lease_s, TOKEN)
-                successor.step((), {})
-                if office.resigns_for(successor.term):
-                    successor.resigns = office.term
+            if turn is Turn.WAITED:
                 continue
-            successor = None
-            if job.scenario.slow_answers_s:
-                job.world.sleep(job.world.rng.uniform(0.0, job.scenario.slow_answers_s))
-            coordinator.step()
             for death in coordinator.deaths[deaths:]:
                 self._say(f"member {death.member} (rank {death.rank}) {death.how}")
             deaths = len(coordinator.deaths)
-            if coordinator.state is State.RUNNING and coordinator.roster.generation != self.started:
-                self.started = coordinator.roster.generation
-                self._say(f"generation {self.started} is formed: {dict(coordinator.roster.ranks)}")
-        self.reason = self.values.read(STOP) or ""
+            if self.started != started:
+                started = self.started
+                self._say(f"generation {started} is formed: {dict(coordinator.roster.ranks)}")
+            if job.scenario.slow_answers_s:
+                job.world.sleep(job.world.rng.uniform(0.0, job.scenario.slow_answers_s))
+        self.reason = coordinator.end[0]
         self._say(f"{coordinator.state.value} {self.reason}")
-        while True:
-            self.server.poll(0.25, self._answer())
+        self.loop.end(GRACE_S)
 
-    def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "generation": self.started, "wind_down": False, "has_trained": self.coordinator.has_trained(),
-        }  # fmt: skip
-        if self.is_over:
-            answer["stop"] = {"reason": self.values.read(STOP) or "", "code": 0}
-        return answer
+    def _follow(self) -> None:
+        """Wait until the job ends that another coordinator has taken over, or until that one is lost."""
+        self._say("replaced")
+        client, world, lease_s = self.loop.follow(), self.job.world, self.coordinator.lease_s
+        heard_at = world.now
+        while client.stop is None and world.now - heard_at < LEASES_ALONE * lease_s:
+            client.step((), {})
+            world.sleep(0.05)
+            if boot_time_s() < client.held_until:
+                heard_at = world.now
 
 
 class Job:
@@ -302,7 +284,6 @@ class Job:
     def __init__(self, world: World, scenario: Scenario) -> None:
         self.world, self.scenario = world, scenario
         self.members: dict[int, RankProcess] = {}
-        self.requests: list[str] = []
         self.standbys: list[tuple[Standby, Process]] = []
         self.ports = PORT
         """Largest port in use."""

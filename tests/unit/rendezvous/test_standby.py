@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from moevement_core.comms.token import Token
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.office import Office, Term
+from moevement_core.rendezvous.roster import STOP
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.values import Kind, Values
 from tests.values import Holder
@@ -28,9 +30,9 @@ class Job:
         listener = socket.create_server(("127.0.0.1", 0))
         host, port = listener.getsockname()[:2]
         self.values, self.office = Values(), Office(Term(1, f"{host}:{port}"))
-        holder = Holder()
-        holder.lease_s = LEASE_S
-        self.server = LeaseServer(listener, holder, TOKEN, lambda *request: None, self.values, self.office)
+        self.holder = Holder()
+        self.holder.lease_s = LEASE_S
+        self.server = LeaseServer(listener, self.holder, TOKEN, lambda *request: None, self.values, self.office)
         self.clients = [LeaseClient(f"task {number}", (host, port), LEASE_S, TOKEN) for number in range(3)]
         self.received: list[list[str]] = [[], [], []]
         for client, values in zip(self.clients, self.received, strict=True):
@@ -41,13 +43,14 @@ class Job:
         self.silent: set[object] = set()
         """Clients, the standby or the server, if they are not stepped any more."""
         self.is_lost = False
+        self.answer: dict[str, Any] = {"generation": 0}
 
     def step(self) -> None:
         for client in self.clients:
             if client not in self.silent:
                 client.step((), {})
         if not self.is_lost and self.server not in self.silent:
-            self.server.poll(0.001, {"generation": 0})
+            self.server.poll(0.001, self.answer)
         if self.standby not in self.silent:
             self.standby.poll(0.001)
 
@@ -61,6 +64,11 @@ class Job:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.step()
+
+    def end(self) -> None:
+        """End the job, as the coordinator does when all ranks have reached the end."""
+        self.values.set(STOP, "")
+        self.answer = {"generation": 0, "stop": {"reason": "", "code": 0}}
 
     def lose(self) -> None:
         """End the coordinator, as SIGKILL does."""
@@ -168,3 +176,58 @@ def test_a_second_standby_waits_until_the_first_is_lost(job: Job) -> None:
         job.until(lambda: job.office.standby == other._address)
     finally:
         first.close()
+
+
+def test_a_death_is_acknowledged_only_once_the_standby_has_what_follows_from_it(job: Job) -> None:
+    job.holder.keep = lambda: job.values.set(KEY, "7 roster")  # type: ignore[method-assign]
+    job.silent.add(job.standby)
+    job.clients[1].died(3, 1234, "was killed")
+    job.until(lambda: bool(job.holder.dead))
+    job.goes_on(LEASE_S / 5)
+    assert job.clients[1]._news
+    job.silent.clear()
+    job.until(lambda: not job.clients[1]._news)
+    assert job.standby.values.read(KEY) == "7 roster"
+
+
+def test_nobody_learns_of_the_end_before_the_standby(job: Job) -> None:
+    job.silent.add(job.standby)
+    job.end()
+    job.goes_on(LEASE_S / 5)
+    assert [client.stop for client in job.clients] == [None, None, None]
+    job.silent.clear()
+    job.until(lambda: all(client.stop is not None for client in job.clients))
+    assert job.standby.values.read(STOP) == ""
+
+
+def test_a_coordinator_that_has_ended_the_job_says_so_although_its_standby_is_lost_too(job: Job) -> None:
+    job.silent.update(job.clients)
+    job.end()
+    job.until(lambda: job.standby.values.read(STOP) is not None and job.server.is_in_office)
+    job.goes_on(LEASE_S / 4)
+    job.silent.add(job.standby)
+    job.goes_on(1.5 * LEASE_S)
+    job.silent.discard(job.clients[0])  # The others have ended, and can agree to nothing.
+    job.until(lambda: job.clients[0].stop is not None)
+
+
+def test_the_standby_of_a_coordinator_that_is_lost_at_the_end_takes_over_alone(job: Job) -> None:
+    job.silent.update({job.clients[0], job.clients[1]})
+    job.end()
+    job.until(lambda: job.clients[2].stop is not None)
+    job.lose()
+    job.silent.add(job.clients[2])
+    job.until(lambda: job.standby.is_elected)
+    assert job.standby.term.number == 2
+    assert job.standby.values.read(STOP) == ""
+
+
+def test_a_standby_that_is_dismissed_does_not_take_over(job: Job) -> None:
+    job.end()
+    job.until(lambda: all(client.stop is not None for client in job.clients))
+    job.server.dismiss_standby()
+    job.until(lambda: job.standby.is_over)
+    job.standby.close()
+    job.silent.add(job.standby)
+    job.until(lambda: not job.server.has_standby)
+    assert not job.standby.is_elected
