@@ -60,7 +60,8 @@ def allow_open_files(ranks: int, connections: int = 0) -> None:
     A launcher needs more in a job of about 340 ranks, and a rank over gloo in a job of about 100.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
-    needs fewer files than the estimate.
+    needs fewer files than the estimate. A process with connections prints the need when it raises the limit; supervisors
+    do not, because a large job has many of them.
 
     Args:
         ranks: number of ranks of the job, each of which connects to all others; 0 if this process starts no ranks.
@@ -82,6 +83,9 @@ def allow_open_files(ranks: int, connections: int = 0) -> None:
         print(f"moevement: WARNING {text}", file=sys.stderr, flush=True)
     if soft < (allowed := min(wanted, hard)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(allowed), _open_files()[1]))
+        if connections:
+            text = f"a process of this job may have {wanted} open files; the limit is raised from {soft} to {allowed}"
+            print(f"moevement: {text}", flush=True)
 
 
 def _open_files() -> tuple[int, int]:
