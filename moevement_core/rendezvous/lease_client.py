@@ -281,6 +281,8 @@ class LeaseClient:
             for answer in self._lines.receive():
                 self._has_heard, self.was_refused = True, False
                 self._take_in_values(answer)
+                if "taken" in answer:
+                    self._forget_news(int(answer["taken"]))
                 if "beat" in answer:
                     self._take_in(answer)
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
@@ -330,14 +332,17 @@ class LeaseClient:
         if (sent_at := self._sent_at.get(beat)) is not None:
             self.held_until = max(self.held_until, sent_at + self.lease_s)
         self.given_up |= set(answer["given_up"])
-        self._news = [news for news in self._news if news["beat"] is None or news["beat"] > beat]
-        if self._request is not None and self._request["beat"] is not None and self._request["beat"] <= beat:
-            self._request = None
         self.is_winding_down = bool(answer.get("wind_down", False))
         self.generation = int(answer.get("generation", -1))
         self.has_trained = bool(answer.get("has_trained", False))
         if "stop" in answer:
             self.stop = answer["stop"]
+
+    def _forget_news(self, beat: int) -> None:
+        """Forget the deaths and the request that the renewal ``beat`` had, because the coordinator has taken them."""
+        self._news = [news for news in self._news if news["beat"] is None or news["beat"] > beat]
+        if self._request is not None and self._request["beat"] is not None and self._request["beat"] <= beat:
+            self._request = None
 
     def _disconnect(self) -> None:
         if self._lines is not None:

@@ -223,25 +223,23 @@ class LeaseServer:
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
         if (request := message.get("request")) is not None:
             self._on_request(str(request["kind"]), str(request["why"]), int(request["code"]))
-        tells_news = "died" in message or request is not None
-        if tells_news:
+        if "died" in message or request is not None:
             self._holder.keep()
+            # The supervisor then tells no other coordinator, so the standby must know what follows from it.
+            self._mirror.publish(caller, {"taken": message["beat"]})
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
         self._holder.renew(alive)
         supervisor.heard_at = time.monotonic()
         members = set(map(int, message.get("members", ())))
+        told = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}
         answer = {
             "beat": message["beat"], "lease_s": self._holder.lease_s,
-            "given_up": sorted(members & self._holder.given_up), **self._answer,
+            "given_up": sorted(members & self._holder.given_up), **told,
             "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip
-        if tells_news or "stop" in answer:
-            # The supervisor then tells it no other coordinator, so the standby must know it.
-            self._mirror.publish(caller, answer)
-        else:
-            self._server.send(caller, answer)
+        self._server.send(caller, answer)  # at once, because it also tells the term
 
     def _has_gone(self, caller: Caller) -> None:
         self._mirror.has_gone(caller)

@@ -157,6 +157,11 @@ class Mirror:
         """True if the job has ended and the standby knows that."""
         return self._end is not None and bool(self._office.standby) and self._mirrored >= self._end
 
+    @property
+    def may_tell_end(self) -> bool:
+        """True if supervisors may learn that the job has ended."""
+        return self._end is not None and self._may_send(self._end)
+
     def dismiss(self) -> None:
         """Tell the standby that nobody needs it any more."""
         if self._caller is not None:

@@ -42,7 +42,7 @@ def test_jobs_come_to_their_end_with_the_state_of_no_failure(seeds: range) -> No
     assert sum(outcome.generations > 1 for outcome in outcomes) > len(seeds) / 4  # failures, and recoveries from them
 
 
-@pytest.mark.parametrize("seed", [16, 197, 2180])
+@pytest.mark.parametrize("seed", [16, 197, 2180, 30197, 30297])
 def test_what_was_found_once(seed: int) -> None:
     assert simulate(seed).violation is None
 
