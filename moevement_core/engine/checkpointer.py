@@ -600,8 +600,8 @@ class Checkpointer:
                 if last is not None:
                     self.own.free_unneeded(superseded(self.own.contents(), last))
                 self._fit()
-            if unneeded.lost:
-                self.replicator.drop(min(unneeded.lost), max(unneeded.lost))
+            for first, last in unneeded.lost_ranges:
+                self.replicator.drop(first, last)
             if self._writer is not None:
                 self._writer.learn(agreed.writing)
                 if self.lifetime.persisted >= self._written_from:

@@ -28,8 +28,18 @@ class Unneeded:
 
     Peers drop these snapshots as well.
     """
+    kept: range
+    """Iterations of snapshots that the last recovery has loaded, and that stay although they may be between others of
+    :attr:`lost`."""
     is_newer: bool
     """True if a newer run has become persisted on all ranks since the last call of :meth:`Lifetime.learn`."""
+
+    @property
+    def lost_ranges(self) -> list[tuple[int, int]]:
+        """First and last of :attr:`lost`, before and after :attr:`kept`."""
+        before = [iteration for iteration in self.lost if self.kept and iteration < self.kept[0]]
+        after = [iteration for iteration in self.lost if not self.kept or iteration > self.kept[-1]]
+        return [(min(part), max(part)) for part in (before, after) if part]
 
 
 class Lifetime:
@@ -51,6 +61,8 @@ class Lifetime:
         self._strategy, self._is_whole = strategy, is_whole
         self.persisted, self.last_needed = needed
         """First and last snapshot of the newest run that is persisted on every rank."""
+        self._restored = range(0)
+        """Snapshots of the run from which the last recovery has restored state."""
         self._runs: dict[int, int] = {}
         """Runs that this rank last reported as persisted: the last snapshot of each, by first snapshot.
 
@@ -72,12 +84,45 @@ class Lifetime:
         first_open = agreed.first_open(after=self.persisted)
         here = list(held)
         old = [iteration for iteration in here if iteration < self.persisted]
-        lost = [iteration for iteration in here if self.last_needed < iteration < first_open]
-        return Unneeded(old, lost, is_newer)
+        kept = self._kept_restored
+        lost = [iteration for iteration in here if self.last_needed < iteration < first_open and iteration not in kept]
+        return Unneeded(old, lost, kept, is_newer)
+
+    def catch_up(self, persisted: int) -> None:
+        """Learn after a failure that a newer run is persisted on every rank, if this rank has reported it as persisted.
+
+        The failure may have interrupted this rank between its report and :meth:`learn`. Without this call, the rank
+        could free the run to which all others would go back.
+
+        Args:
+            persisted: first snapshot of the newest run that any rank knows to be persisted on every rank.
+        """
+        if persisted > self.persisted and persisted in self._runs:
+            # As in learn(), this order keeps all snapshots of the older run.
+            self.last_needed = self._runs[persisted]
+            self.persisted = persisted
+
+    def restored(self, first: int, last: int) -> None:
+        """Keep the run from which a recovery has restored state, until a newer run is persisted on every rank.
+
+        The run need not have been persisted on every rank, and may never be: a replacement may have no memory for its
+        copies. Every rank calls this method with the same arguments.
+
+        Args:
+            first: first snapshot of the run.
+            last: last snapshot of the run, the largest over all stages.
+        """
+        self._restored = range(first, last + 1)
+
+    @property
+    def _kept_restored(self) -> range:
+        """Snapshots that the last recovery has loaded, if no newer run is persisted on every rank; else empty."""
+        return self._restored if self._restored and self._restored[0] > self.persisted else range(0)
 
     def nothing_is_persisted(self) -> None:
         """Forget the persisted run. Snapshots are kept until a new run is persisted on every rank."""
         self.persisted = self.last_needed = NONE
+        self._restored = range(0)
         self._runs.clear()
 
     def statuses(
@@ -109,7 +154,8 @@ class Lifetime:
         newest = next(self._strategy.restore_points(deliverable), None)
         if peers_are_full and not any(first > self.persisted for first in self._runs):
             newest = None
-        needed = max((*self._runs.values(), self.last_needed, newest.last if newest else NONE))
+        kept = max(self._kept_restored, default=NONE)
+        needed = max((*self._runs.values(), self.last_needed, kept, newest.last if newest else NONE))
         return sorted(taken for taken in deliverable if taken > needed)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moevement_core.snapshot.agreement import NONE
+
 
 @dataclass(frozen=True)
 class RankStatus:
@@ -27,6 +29,8 @@ class RankStatus:
     has_begun_next: bool = False
     """True if the rank had begun the iteration after ``committed``, so that any evaluation or dense save due between
     the two iterations is done."""
+    persisted: int = NONE
+    """First snapshot of the newest run that this rank knows to be persisted on every rank; ``NONE`` without one."""
     goal: RankStatus | None = None
     """Status of another rank, copied from it during a recovery that a second failure interrupted.
 
@@ -55,6 +59,8 @@ class ResumePoint:
     did, from an interrupted recovery (:attr:`RankStatus.goal`)."""
     is_between: bool
     """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
+    persisted: int = NONE
+    """First snapshot of the newest run that any rank knows to be persisted on every rank; ``NONE`` without one."""
 
 
 class NothingToResume(Exception):
@@ -103,6 +109,7 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         followers=followers,
         reference=reference,
         reference_is_goal=reference_is_goal,
+        persisted=max(status.persisted for status in survivors),
         is_between=is_between,
     )
 

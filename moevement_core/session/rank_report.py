@@ -74,7 +74,8 @@ def report_of(binding: Binding, session: Session | None, reached: RankReport | N
     status = RankStatus(stage=place.stage, replica=place.replica)
     if session is None:
         return RankReport(status)
-    status = replace(status, was_training=True, began_at=session.saving.began_at)
+    persisted, _ = session.saving.checkpointer.needed
+    status = replace(status, was_training=True, began_at=session.saving.began_at, persisted=persisted)
     mark = session.commit.mark if not session.commit.torn else None
     if mark is None:
         goal_status = reached.status if reached is not None else None

@@ -185,6 +185,9 @@ class Recoverer:
         if lost is not None:
             self._records.reexecuted(last_record)
         self._release()
+        if runs := [run for plan in prepared.plans for run in plan.runs.values()]:
+            lifetime = self._saving.checkpointer.lifetime
+            lifetime.restored(min(run.first for run in runs), max(run.last for run in runs))
         self.done.append(done)
         if is_reported:  # otherwise the report on the failure contains the sentence
             self._reports.log_once(done.sentence())

@@ -139,6 +139,8 @@ def rejoin(
     injection.at(Phase.RECOVER, point.iteration)
     reached, build_data = share_reached(binding, report, statuses, point)
     outcome = outcome_to_follow(report, reached, statuses, point)
+    if session is not None:
+        session.saving.checkpointer.lifetime.catch_up(point.persisted)
     policy, is_of_same_stage = share_policy(report.status.stage, session.saving.policy() if session else None)
     is_as_at_start = False
     if session is not None:

@@ -50,6 +50,10 @@ CASES = {
         [_at(None, 0), _at(7, 1)],
         _point(7, {0}, reference=1, is_between=False),
     ),
+    "one of the ranks has not learned what all of them had agreed on": (
+        [replace(_at(7, 0), persisted=3), _new(1), replace(_at(7, 2), persisted=6)],
+        _point(7, {1}, is_between=False, persisted=6),
+    ),
     "nobody has lost anything": ([_at(7, 0), _at(7, 1)], _point(7, set(), is_between=False)),
     "two stages at once": ([_at(7, 0), _new(1), _at(7, 2), _new(3)], _point(7, {1, 3})),
     "a further failure, of a rank that kept its state, while another was on its way back": (
