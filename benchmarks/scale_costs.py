@@ -135,8 +135,8 @@ def _beats(ranks: int) -> float:
     return (len(json.dumps(message)) + MAC_CHARACTERS + 1) * BEATS / LEASE_S * ranks / ON_NODE
 
 
-def _questions(ranks: int) -> float:
-    return ranks
+def _vote(_: int) -> float:
+    return FAN_OUT + 1
 
 
 def _asks(*asks: tuple[str, str, str | None]) -> int:
@@ -241,7 +241,8 @@ COSTS = (
     Cost("always", "steps of a collective, one after the other", Growth.LOG, _hops, "comms/tree.py: TreeGroup", is_bytes=False),
     Cost("always", "open files of the coordinator and the store", Growth.LINEAR, _open_files, "launching/limits.py", is_bytes=False),
     Cost("always, a second", "the coordinator receives renewals of leases", Growth.LINEAR, _beats, "rendezvous/lease_client.py: step"),
-    Cost("iteration", "questions of ranks to the coordinator", Growth.LINEAR, _questions, "restart/generation.py", is_bytes=False),
+    Cost("iteration", "messages of a rank in the vote before an update", Growth.CONSTANT, _vote, "restart/generation.py: vote", is_bytes=False),
+    Cost("iteration", "questions of all ranks to the coordinator", Growth.CONSTANT, lambda n: 1, "restart/generation.py: vote", is_bytes=False),
     Cost("iteration", "a rank sends to agree on windows", Growth.CONSTANT, _agreement, "snapshot/agreement.py: propose"),
     Cost("window", "a rank sends counts of tokens", Growth.CONSTANT, _counts, "saving/windows.py: _observe"),
     Cost("decision", "a rank receives the memory that all ranks need", Growth.LINEAR, _needs, "saving/windows.py: _needed"),
@@ -301,7 +302,7 @@ function that computes over all ranks, grows faster than its class.
 A node has one connection to the coordinator, that of its supervisor (`rendezvous/lease_client.py`). It carries leases, deaths, and the
 *values* that processes share (`rendezvous/values.py`): the roster, interruptions, the end of the job. Processes reach their supervisor
 over a Unix socket. Its *relay* (`rendezvous/relay.py`) merges their requests, asks once for a value that all of them watch, and passes
-each change on. So a rank waits for no answer of a distant host, except when it reports something and once in each iteration
+each change on. So a rank waits for no answer of a distant host, except when it reports something. Once in each iteration, one rank asks for all
 ([commit_point.md](commit_point.md)).
 
 ## How ranks exchange values
@@ -327,8 +328,8 @@ ranks, [benchmarks/regroup.md](../benchmarks/regroup.md).
 
 ## What is still too much
 
-- Each rank asks the coordinator once in an iteration if its generation is interrupted: {_questions(16_384):,.0f} questions at 16,384 ranks. A relay
-  merges those of a node that arrive together.
+- With FP8 weights, each rank asks the coordinator once in an iteration whether its generation is interrupted. A relay merges the questions
+  of a node that arrive together.
 - Each rank has a connection to the store of torch's process groups, in the coordinator's process. `torch.distributed` makes its own groups
   over this store, and Megatron one for every group of the job ([benchmarks/regroup.md](../benchmarks/regroup.md)).
 - The coordinator starts one command (`srun`) for each node, from the first node ([slurm.md](slurm.md)). With thousands of nodes, let a

@@ -185,10 +185,7 @@ class Trainer(ft.Binding):
         self.losses[iteration] = {"lm loss": loss.detach()}
 
     def reduce(self) -> dict[str, Any]:
-        """Average gradients over ranks, and return their norm.
-
-        Every rank takes part in the last reduction, which sums the squared norms, so ``step_spans_job`` is True.
-        """
+        """Average gradients over ranks, and return their norm."""
         world = dist.get_world_size()
         # Frozen parameters stay in the buffer: the bits of a sum over ranks may depend on the position in the buffer.
         flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in self.dense]) / world
@@ -217,7 +214,7 @@ class Trainer(ft.Binding):
     # State of this rank
 
     def place(self) -> ft.Place:
-        return ft.Place(same_state=dist.get_rank(), step_spans_job=True)
+        return ft.Place(same_state=dist.get_rank())
 
     def operators(self) -> list[ft.Operator]:
         states = self.states()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.operators import OperatorId
-from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
+from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.optimizer.views import OperatorViews, live_replicas, operator_views, operators_of, part_of_rank
@@ -129,7 +129,6 @@ class MegatronBinding(Binding):
 
         args = get_args()
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        spans = args.clip_grad > 0.0 and norm_spans_job(self.live.optimizer, dist.get_world_size())
         return Place(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             replica=min(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())),
@@ -139,7 +138,6 @@ class MegatronBinding(Binding):
             pipeline=tuple(pipeline),
             is_ring=(args.virtual_pipeline_model_parallel_size or 1) > 1,
             embedding_ranks=_embedding_ranks(),
-            step_spans_job=spans,
         )
 
     @override

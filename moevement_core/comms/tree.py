@@ -40,7 +40,7 @@ class Reduction(IntEnum):
     MAX = 3
 
 
-_GATHER, _BROADCAST = 11, 12
+_GATHER, _BROADCAST, _QUESTION = 11, 12, 13
 """Kinds of collectives that are no :class:`Reduction`."""
 _COMBINE: dict[Reduction, Callable[..., Any]] = {
     Reduction.SUM: torch.add,
@@ -151,6 +151,25 @@ class TreeGroup:
             ExchangeError: another rank calls another collective.
         """
         self.reduce(torch.zeros(1, dtype=torch.uint8), Reduction.SUM)
+
+    def ask_once(self, question: Callable[[], bool]) -> bool:
+        """Ask a question once for all ranks, after all of them have called this method. Collective.
+
+        Args:
+            question: function that one rank calls, the root.
+
+        Returns:
+            The answer, on every rank.
+
+        Raises:
+            RuntimeError: a rank of the group is lost.
+            ExchangeError: another rank calls another collective.
+        """
+        with _Step(self, _QUESTION) as step:
+            for child in self._children:
+                step.receive(child)
+            answer = bytes([question()]) if self._parent is None else b""
+            return bool(step.pass_down(answer)[0])
 
     def close(self) -> None:
         """End the thread of :meth:`reduce_later`, after the reductions that have begun."""

@@ -60,8 +60,8 @@ def allow_open_files(ranks: int, connections: int = 0) -> None:
     A launcher needs more in a job of about 340 ranks, and a rank over gloo in a job of about 100.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
-    needs fewer files than the estimate. A process with connections prints the need when it raises the limit; supervisors
-    do not, because a large job has many of them.
+    needs fewer files than the estimate. A process with connections prints the need when it raises the limit; a large
+    job has many supervisors, which do not.
 
     Args:
         ranks: number of ranks of the job, each of which connects to all others; 0 if this process starts no ranks.

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from moevement_core.comms.tree import TreeGroup
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.restart.guard import Guard
@@ -110,6 +111,24 @@ def refuse_if_interrupted() -> None:
         GenerationInterrupted: a rank was interrupted.
     """
     if _generation is not None and _generation.is_interrupted():
+        raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
+
+
+def vote(group: TreeGroup) -> None:
+    """Wait until all ranks of the job have called this function, then raise if any rank was interrupted. Collective.
+
+    One rank asks the coordinator, as in :func:`refuse_if_interrupted`, after all ranks have finished their last
+    collective, and the others get its answer. So the coordinator gets one question, at any number of ranks. In a job
+    without spares the function does nothing.
+
+    Args:
+        group: group of all ranks of the job.
+
+    Raises:
+        GenerationInterrupted: a rank was interrupted.
+        RuntimeError: a rank is lost.
+    """
+    if _generation is not None and group.ask_once(_generation.is_interrupted):
         raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
 
 

@@ -24,7 +24,7 @@ from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
-from moevement_core.restart.generation import generation, has_committed, refuse_if_interrupted
+from moevement_core.restart.generation import has_committed, refuse_if_interrupted, vote
 from moevement_core.saving.identity import JobNames
 from moevement_core.saving.saving import Joining, Saving
 from moevement_core.saving.stage_policy import Policy
@@ -98,10 +98,8 @@ class Session:
         )
 
     def _vote(self) -> None:
-        """Wait until every rank has reached the commit point, or return at once if a reduction proved that all have."""
-        if generation() is None or self.saving.topology.step_spans_job:
-            return
-        self.saving.topology.channels.job_group.barrier()
+        """Wait until every rank has reached the commit point, and raise if a rank was interrupted."""
+        vote(self.saving.topology.channels.job_group)
 
     def _log_gradients(self, iteration: int) -> None:
         if observer.observer.is_capturing:

@@ -120,8 +120,6 @@ class Topology:
     neighbours: Neighbours
     replica: int
     """Number of this rank's model replica: the smallest rank in the replica."""
-    step_spans_job: bool
-    """True if :attr:`~moevement_core.trainer.binding.Place.step_spans_job` is true on every rank."""
 
     @property
     def sources(self) -> list[int]:
@@ -233,7 +231,6 @@ def connect(
         pipeline=pipeline,
         neighbours=neighbours,
         replica=places[rank].replica,
-        step_spans_job=all(other.step_spans_job for other in places),
     )
 
 

@@ -67,10 +67,6 @@ class Place:
     """True if the last pipeline stage also sends to the first stage, as in interleaved pipeline schedules."""
     embedding_ranks: tuple[int, ...] = ()
     """Ranks whose gradients of an embedding are summed with those of this rank; empty if the embedding has one copy."""
-    step_spans_job: bool = False
-    """True if each step ends with a reduction over all ranks. A rank that finishes the reduction knows that every rank
-    has reached the commit point.
-    """
 
 
 class Counts(Protocol):
@@ -211,8 +207,8 @@ class Binding(ABC):
         """Return the commit point, which makes the optimizer step. The session calls this method once.
 
         Args:
-            vote: function that returns when every rank of the job has called it; see
-                :class:`~moevement_core.trainer.commit.Commit`.
+            vote: function that returns when every rank of the job has called it, and raises an error if a rank was
+                interrupted; see :class:`~moevement_core.trainer.commit.Commit`.
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:

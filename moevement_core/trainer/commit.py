@@ -5,12 +5,12 @@
    other rank.
 3. Ranks gather parameters. A restart may interrupt this, and ranks can repeat it.
 
-When a rank makes an update, every rank has already finished all reductions of the step. A rank that was interrupted
-before its update can therefore make the update later from its own reduced gradients (:meth:`Commit.follow`).
+Between 1 and 2 ranks vote. So when a rank makes an update, every rank has already finished all reductions of the step.
+A rank that was interrupted before its update can therefore make the update later from its own reduced gradients
+(:meth:`Commit.follow`).
 
-After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. Between 1 and 2, a
-rank therefore asks the coordinator if the generation was interrupted. If it was, the rank makes no update
-(:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
+After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. So after all ranks
+have voted, one of them asks the coordinator if the generation was interrupted. If it was, no rank makes the update.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, Protocol, override
 
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
-from moevement_core.restart.generation import atomic, refuse_if_interrupted
+from moevement_core.restart.generation import atomic
 
 Vote = Callable[[], None]
-"""Function that returns when every rank of the job has called it.
+"""Function that returns when every rank of the job has called it, unless a rank was interrupted.
 
-It returns at once if a reduction of the step has proved that every rank has reached the commit point.
+It then raises :class:`~moevement_core.restart.generation.GenerationInterrupted`.
 """
 
 
@@ -133,7 +133,6 @@ class UpdateCommit(Commit):
         outcome = self._trainer.reduce()
         injection.at(Phase.COMMIT)
         self._vote()
-        refuse_if_interrupted()
         with atomic():
             self._update(iteration, outcome)
         self.updated(iteration)

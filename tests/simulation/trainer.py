@@ -220,7 +220,7 @@ class Trainer(ft.Binding):
         pipeline = tuple(shape.rank(stage, self.replica) for stage in range(shape.stages)) if shape.stages > 1 else ()
         return ft.Place(
             stage=self.stage, replica=shape.rank(0, self.replica), same_state=shape.rank(self.stage, 0),
-            pipeline=pipeline, step_spans_job=True,
+            pipeline=pipeline,
         )  # fmt: skip
 
     def operators(self) -> list[ft.Operator]:

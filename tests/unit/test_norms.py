@@ -199,18 +199,3 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
     assert EVENTS == ["norms_by_group", "to_host"], "no vote, and no section that nobody leaves"
     assert optimizer.chained_optimizers[0]._defer_param_sync is False
     assert point.mark is None
-
-
-def test_a_norm_spans_the_job_if_all_groups_do_that_it_is_summed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committed.dist, "get_world_size", lambda group: group)  # a stand-in for a group is its size
-
-    def chain(*groups: int | None) -> Any:
-        return SimpleNamespace(
-            chained_optimizers=[SimpleNamespace(get_grad_stats_parallel_group=lambda g=group: g) for group in groups]
-        )
-
-    assert committed.norm_spans_job(chain(8, 8), 8)
-    assert committed.norm_spans_job(chain(None), 8), "no group is the group of all ranks"
-    assert not committed.norm_spans_job(chain(4, 4), 8), "two instances of the distributed optimizer"
-    assert not committed.norm_spans_job(chain(8, 4), 8), "experts' norms over fewer ranks"
-    assert not committed.norm_spans_job(chain(), 8), "nothing to train here"

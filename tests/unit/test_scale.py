@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import scale, scale_costs
+from benchmarks import scale, scale_costs, scale_vote
 from benchmarks.scale_costs import COSTS, Cost, Growth
 from benchmarks.scale_planners import PLANNERS
 from tests.unit.growth import assert_linear
@@ -31,7 +31,9 @@ def test_the_page_of_costs_is_what_its_script_writes() -> None:
 def test_real_members_start_lose_their_connections_and_recover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "STEADY_S", 0.5)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    figures = scale.measure(16, lease_s=10.0)
+    figures = scale.measure(16, lease_s=2.0)
     assert figures.ranks == 16
-    assert min(figures.start_s, figures.herd_s, figures.recovery_s) > 0
-    assert "| 16 |" in scale.report([figures], {"plan": [0.1, 0.2, 0.3]})
+    assert min(figures.start_s, figures.herd_s, figures.recovery_s, figures.takeover_s) > 0
+    vote = scale_vote.measure_vote(3)
+    assert min(vote.seconds, vote.cpu_s) > 0
+    assert "| 16 |" in scale.report([figures], [vote], {"plan": [0.1, 0.2, 0.3]})

@@ -5,8 +5,8 @@ gathers. The replacement orders them:
 
 1. All reductions come first, and a restart may interrupt them. The rank copies their results to the host at once: if it
    read a result from the device later, it might wait for a reduction, and so for other ranks.
-2. The rank asks the coordinator whether a failure has interrupted the generation, because the result of an aborted
-   reduction may be garbage.
+2. Ranks vote. One of them then asks the coordinator whether a failure has interrupted the generation, because the
+   result of an aborted reduction may be garbage.
 3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, the rank clips
    gradients, executes the step of every chained optimizer, copies compute weights, and sets its mark (the newest
    committed iteration).
@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import Any, override
 
 import torch
-import torch.distributed as dist
 
 from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer import weights
@@ -69,8 +68,8 @@ class CommittedOptimizer(Commit):
             counts and the learning-rate schedule in it have their values from before the step.
         advance: function that returns the state of the learning-rate schedule after the step, from the result of
             ``boundary``.
-        vote: function that returns once every rank of the job has called it. It returns at once if a reduction of the
-            step already proves that every rank has reached the commit point.
+        vote: function that returns once every rank of the job has called it; it raises an error if a rank was
+            interrupted.
         step: function that Megatron's trainer calls instead of ``optimizer.step()`` in training. The function has to
             call :meth:`step` of this object, with the iteration.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
@@ -159,7 +158,6 @@ class CommittedOptimizer(Commit):
                     if self._validates:
                         self._reduced.check_finite()
                     self._vote()
-                    refuse_if_interrupted()
                 self._section.enter_context(atomic())
                 self.torn = True
                 injection.at(Phase.STEP)
@@ -345,17 +343,6 @@ class CommittedOptimizer(Commit):
             yield
         finally:
             self.mode = before
-
-
-def norm_spans_job(optimizer: Any, world: int) -> bool:
-    """Return True if every rank of the job contributes to every norm of a step.
-
-    A rank that has such a norm knows that all ranks have reached the commit point. Without the distributed optimizer,
-    only the ranks of a model replica contribute. With several instances of the distributed optimizer, only the ranks of
-    one instance contribute.
-    """
-    groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
-    return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)
 
 
 def _copied(state: Any) -> Any:

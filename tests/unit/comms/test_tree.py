@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +82,27 @@ def test_collectives_give_every_rank_the_values_of_all_or_of_one(size: int) -> N
 
             assert on_all(groups, broadcast) == [contributions[source]] * size
         assert on_all(groups, lambda group: group.barrier()) == [None] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_question_is_asked_once_after_all_ranks_have_come(size: int) -> None:
+    came, asked = list[int](), list[int]()
+
+    def ask(group: TreeGroup, *, answer: bool) -> bool:
+        time.sleep(0.05 if group.place == size - 1 else 0.0)
+        came.append(group.place)
+
+        def question() -> bool:
+            asked.append(len(came))
+            return answer
+
+        return group.ask_once(question)
+
+    with connected(size) as groups:
+        for answer in (True, False):
+            came.clear()
+            assert on_all(groups, partial(ask, answer=answer)) == [answer] * size
+    assert asked == [size, size]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.comms.address import store_address
+from moevement_core.comms.job_group import job_group
 from moevement_core.comms.token import own_token
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.interruption import GenerationStore
@@ -23,7 +24,7 @@ from moevement_core.rendezvous.roster import INTERRUPTED, STORE
 from moevement_core.rendezvous.store import connect_store
 from moevement_core.rendezvous.value_client import connect
 from moevement_core.rendezvous.values import Values, number_of
-from moevement_core.restart.generation import generation
+from moevement_core.restart.generation import generation, vote
 from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.trainer.commit import UpdateCommit
 from moevement_core.util.environment import MEMBER_ENV, STORE_ENV, SUPERVISOR_ENV
@@ -54,7 +55,7 @@ class _Sums(Training):
         self.failed = set[int]()
         self._failure, self._stops = failure, stops
         self._has_begun, self._resumed_in = False, -1
-        self.commit = UpdateCommit(self._Step(self), lambda: None)
+        self.commit = UpdateCommit(self._Step(self), lambda: vote(job_group()))
 
     class _Step:
         def __init__(self, owner: _Sums) -> None:
@@ -99,6 +100,7 @@ class _Sums(Training):
     def enter(self, store: Any) -> list[float]:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=100))
+        job_group()
         reports: list[Any] = [None] * RANKS
         dist.all_gather_object(reports, (os.getpid(), self.iteration))
         self.pids = [pid for pid, _ in reports]
