@@ -295,7 +295,7 @@ function that computes over all ranks, grows faster than its class.
 - In a recovery, the coordinator does O(N) work, and a rank receives O(N) small entries. What is large (operators, snapshots) a rank
   receives only for a stage.
 - No rank has work that grows with N * N, nothing is gathered on the GPU, and a generation's reports are deleted two generations later.
-  Only what a process says of itself when it joins stays.
+  Only what a process says of itself when it joins stays, and the record of its death: 600 bytes of each process, in the coordinator.
 
 ## How processes reach the coordinator
 
