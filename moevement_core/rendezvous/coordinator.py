@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
+from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
@@ -27,7 +28,6 @@ from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
-    BLOCKS,
     ELASTIC,
     EXIT_CODE,
     GIVEN_UP,
@@ -57,11 +57,6 @@ LEASE_S = 10.0
 
 MOST_REASONS = 16
 """Largest number of errors of survivors in a roster, which every member receives."""
-MOST_REPORTED = 5
-"""Largest number of split blocks for which the coordinator prints a line each; it prints only a count of the others.
-
-A *block* is a group of ranks that communicate in every layer. It is split if its ranks are on several nodes.
-"""
 
 
 class State(Enum):
@@ -146,10 +141,7 @@ class Coordinator:
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
-        self._block = 1
-        """Number of ranks in a block: consecutive ranks that communicate in every layer, and should be on one node."""
-        self._split: set[int] = set()
-        """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
+        self._blocks = Blocks(values, report)
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
         """Values that :meth:`keep` has compared last."""
@@ -169,7 +161,7 @@ class Coordinator:
         self.membership.dead |= set(before.dead)
         self.given_up = set(before.given_up)
         self._attempts.counts = before.counts
-        self._judged, self._block, self._split = before.judged, before.block, set(before.split)
+        self._judged, self._blocks.size, self._blocks.reported = before.judged, before.block, set(before.split)
         self._suspect_nodes, self._broken = set(before.suspect_nodes), set(before.broken)
         self._first_committed_at, self.is_winding_down = before.first_committed_at, before.is_winding_down
         self.membership.welcome()
@@ -212,9 +204,9 @@ class Coordinator:
             new_deaths=tuple(self.losses.new), unrecovered=tuple(self.losses.unrecovered),
             uncounted=self.losses.not_counted, counts=self._attempts.counts, entered=self._entered.generation,
             entered_members=tuple(sorted(self._entered.members)), judged=self._judged,
-            suspect_nodes=tuple(sorted(self._suspect_nodes)), broken=tuple(sorted(self._broken)), block=self._block,
-            split=tuple(sorted(self._split)), first_committed_at=self._first_committed_at,
-            is_winding_down=self.is_winding_down,
+            suspect_nodes=tuple(sorted(self._suspect_nodes)), broken=tuple(sorted(self._broken)),
+            block=self._blocks.size, split=tuple(sorted(self._blocks.reported)),
+            first_committed_at=self._first_committed_at, is_winding_down=self.is_winding_down,
         )  # fmt: skip
         self._values.set(STANDING, standing.encode())
 
@@ -485,23 +477,13 @@ class Coordinator:
 
     # Ranks that communicate in every layer stay on one node
 
-    def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
-        """Choose the block size: the number of consecutive ranks that a later takeover tries to keep on one node.
-
-        Ranks have set the value of :data:`BLOCKS` to the sizes of their groups that communicate in every layer. The
-        method takes the largest size for which at least one group is on a single node when the job begins. If no size
-        has such a group, it takes the smallest size, because small groups are the easiest to keep on one node.
-        """
-        if self.roster.generation < 0 and (text := self._values.read(BLOCKS)) is not None:
-            sizes = sorted(map(int, text.split(",")))
-            fitting = [size for size in sizes if len(split_blocks(nodes, size)) * size < len(nodes)]
-            self._block = max(fitting, default=sizes[0])
-
     def _take_over(self, missing: Sequence[int], survivors: Mapping[int, int], spares: Sequence[int]) -> dict[int, int]:
         kept = {rank: self.members[member].node for rank, member in survivors.items()}
         waiting = [self.members[member] for member in spares]
         avoided = self._suspect_nodes | self.membership.silent_nodes()
-        return take_over(missing, kept, before=self.roster.nodes, waiting=waiting, block=self._block, avoided=avoided)
+        return take_over(
+            missing, kept, before=self.roster.nodes, waiting=waiting, block=self._blocks.size, avoided=avoided
+        )
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
         """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
@@ -513,7 +495,7 @@ class Coordinator:
             missing: the failed ranks.
             ranks: member that each rank gets if the job does not wait.
         """
-        block, before = self._block, self.roster.nodes
+        block, before = self._blocks.size, self.roster.nodes
         nodes = {rank: self.members[member].node for rank, member in ranks.items()}
         new = split_blocks(nodes, block) - split_blocks(before, block)
         expected = {before[rank] for rank in missing if rank // block in new}
@@ -522,22 +504,6 @@ class Coordinator:
             where = ", ".join(sorted(expected))
             self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")
         self.waits_for_respawn = bool(expected)
-
-    def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
-        """Return the first and the last rank of each block that spans nodes and that the user does not know of yet.
-
-        A block is a group of consecutive ranks that communicate in every layer.
-        """
-        block, new = self._block, sorted(split_blocks(nodes, self._block) - self._split)
-        return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
-
-    def _report_split(self) -> None:
-        for (first, last), nodes in zip(self.roster.split[:MOST_REPORTED], self.roster.split_nodes, strict=False):
-            where = ", ".join(nodes)
-            self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {where}")
-        if more := self.roster.split[MOST_REPORTED:]:
-            self._report(f"{len(more)} more groups of ranks that communicate in every layer are now on several nodes")
-        self._split = split_blocks(self.roster.nodes, self._block)
 
     # Elastic jobs
 
@@ -682,8 +648,9 @@ class Coordinator:
         kept = {rank: device_of[member] for rank, member in ranks.items() if member in device_of}
         nodes = {rank: info.node for rank, info in members.items()}
         devices = assign_devices(members, kept, self._broken)
-        self._learn_blocks(nodes)
-        now, split = time.time(), self._blocks_split(nodes)
+        if self.roster.generation < 0:
+            self._blocks.learn(nodes)
+        now, split = time.time(), self._blocks.newly_split(nodes)
         identities = {rank: identity(info, devices[rank]) for rank, info in members.items()}
         self.roster = Roster(
             generation=self.roster.generation + 1,
@@ -721,7 +688,7 @@ class Coordinator:
         if members <= self._acknowledged:
             self._entered.begin(generation, members)
             self.losses.entered()
-            self._report_split()
+            self._blocks.report_split(self.roster)
             self._values.set(START, f"{generation} go")
             self.state = State.RUNNING
             self._generation_keys.trains(generation)
