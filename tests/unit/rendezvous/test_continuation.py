@@ -155,11 +155,12 @@ def test_ranks_that_may_still_make_their_groups_are_interrupted() -> None:
     assert [death.member for death in other.coordinator.roster.earlier] == [1], "the recovery from it is repeated"
 
 
-def test_a_job_that_was_stopped_stays_stopped() -> None:
+def test_a_job_that_was_stopped_stays_stopped_with_its_exit_code() -> None:
     job = started()
-    job.coordinator.stop("a reason")
+    job.coordinator.stop("a reason", 7)
     job.step()
-    assert Job(job.steps[-1][0], job.alive, job.now).coordinator.state is State.STOPPED
+    after = Job(job.steps[-1][0], job.alive, job.now).coordinator
+    assert (after.state, after.end) == (State.STOPPED, ("a reason", 7))
 
 
 def test_members_that_died_before_do_not_come_back() -> None:
