@@ -302,8 +302,8 @@ function that computes over all ranks, grows faster than its class.
 A node has one connection to the coordinator, that of its supervisor (`rendezvous/lease_client.py`). It carries leases, deaths, and the
 *values* that processes share (`rendezvous/values.py`): the roster, interruptions, the end of the job. Processes reach their supervisor
 over a Unix socket. Its *relay* (`rendezvous/relay.py`) merges their requests, asks once for a value that all of them watch, and passes
-each change on. So a rank waits for no answer of a distant host, except when it reports something. Once in each iteration, one rank asks for all
-([commit_point.md](commit_point.md)).
+each change on. So a rank waits for an answer of the coordinator only when it reports something. Once in each iteration, before the update,
+one rank asks it for all ranks, and they wait for that answer ([commit_point.md](commit_point.md)).
 
 ## How ranks exchange values
 

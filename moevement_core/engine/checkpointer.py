@@ -255,7 +255,7 @@ class Checkpointer:
 
     def _persisted_bytes(self) -> int:
         """Return the bytes that the persisted run's snapshots take as long as no part of them is freed."""
-        first, last = self.needed
+        first, last = self.lifetime.fallback
         if first < self.history.oldest.start:
             return 0
         taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
@@ -600,6 +600,7 @@ class Checkpointer:
                 if last is not None:
                     self.own.free_unneeded(superseded(self.own.contents(), last))
                 self._fit()
+            self.replicator.withheld = frozenset(unneeded.withheld)
             for first, last in unneeded.lost_ranges:
                 self.replicator.drop(first, last)
             if self._writer is not None:

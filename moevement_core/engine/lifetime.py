@@ -28,17 +28,18 @@ class Unneeded:
 
     Peers drop these snapshots as well.
     """
-    kept: range
-    """Iterations of snapshots that the last recovery has loaded, and that stay although they may be between others of
-    :attr:`lost`."""
-    is_newer: bool
-    """True if a newer run has become persisted on all ranks since the last call of :meth:`Lifetime.learn`."""
+    withheld: list[int]
+    """Iterations of snapshots that stay where they are, but are sent to no further peer.
+
+    The last recovery has loaded them, and there is no other run to go back to. No run with them can be persisted on all
+    ranks any more.
+    """
 
     @property
     def lost_ranges(self) -> list[tuple[int, int]]:
-        """First and last of :attr:`lost`, before and after :attr:`kept`."""
-        before = [iteration for iteration in self.lost if self.kept and iteration < self.kept[0]]
-        after = [iteration for iteration in self.lost if not self.kept or iteration > self.kept[-1]]
+        """First and last of :attr:`lost`, before and after :attr:`withheld`."""
+        before = [iteration for iteration in self.lost if self.withheld and iteration < self.withheld[0]]
+        after = [iteration for iteration in self.lost if not self.withheld or iteration > self.withheld[-1]]
         return [(min(part), max(part)) for part in (before, after) if part]
 
 
@@ -76,17 +77,16 @@ class Lifetime:
             agreed: statuses of the job's runs.
             held: iterations of this rank's snapshots.
         """
-        is_newer = agreed.newest_persisted > self.persisted
-        if is_newer:
+        if agreed.newest_persisted > self.persisted:
             # This order keeps all snapshots of the older run, even after an interruption between the two lines.
             self.last_needed = self._runs[agreed.newest_persisted]
             self.persisted = agreed.newest_persisted
         first_open = agreed.first_open(after=self.persisted)
         here = list(held)
         old = [iteration for iteration in here if iteration < self.persisted]
-        kept = self._kept_restored
-        lost = [iteration for iteration in here if self.last_needed < iteration < first_open and iteration not in kept]
-        return Unneeded(old, lost, kept, is_newer)
+        never = [iteration for iteration in here if self.last_needed < iteration < first_open]
+        withheld = [iteration for iteration in never if iteration in self._kept_restored]
+        return Unneeded(old, [iteration for iteration in never if iteration not in withheld], withheld)
 
     def catch_up(self, persisted: int) -> None:
         """Learn after a failure that a newer run is persisted on every rank, if this rank has reported it as persisted.
@@ -103,10 +103,11 @@ class Lifetime:
             self.persisted = persisted
 
     def restored(self, first: int, last: int) -> None:
-        """Keep the run from which a recovery has restored state, until a newer run is persisted on every rank.
+        """Keep the run from which a recovery has restored state, until any run is persisted on every rank.
 
         The run need not have been persisted on every rank, and may never be: a replacement may have no memory for its
-        copies. Every rank calls this method with the same arguments.
+        copies. If another run is persisted, the job can go back to that one, and this method has no effect. Every rank
+        calls it with the same arguments.
 
         Args:
             first: first snapshot of the run.
@@ -116,8 +117,14 @@ class Lifetime:
 
     @property
     def _kept_restored(self) -> range:
-        """Snapshots that the last recovery has loaded, if no newer run is persisted on every rank; else empty."""
-        return self._restored if self._restored and self._restored[0] > self.persisted else range(0)
+        """Snapshots that the last recovery has loaded, if no run is persisted on every rank; else empty."""
+        return self._restored if self.persisted == NONE else range(0)
+
+    @property
+    def fallback(self) -> tuple[int, int]:
+        """First and last snapshot of the run to which a recovery would go back; ``NONE`` if there is none."""
+        kept = self._kept_restored
+        return (kept[0], kept[-1]) if kept else (self.persisted, self.last_needed)
 
     def nothing_is_persisted(self) -> None:
         """Forget the persisted run. Snapshots are kept until a new run is persisted on every rank."""

@@ -29,6 +29,8 @@ class Replicator:
     ) -> None:
         self.enabled = True
         """True if snapshots are sent to peers. A benchmark sets it to False for a while to measure what sends cost."""
+        self.withheld: frozenset[int] = frozenset()
+        """Iterations of snapshots that are kept, but not sent to peers that lack them."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
         """Stores with the copies that this rank keeps for other ranks, also for ranks that now have other peers."""
@@ -65,6 +67,8 @@ class Replicator:
                 sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._own.end_use(held)))
 
     def _begin_use(self, held: HeldBuffer) -> Snapshot | None:
+        if held.snapshot is not None and held.snapshot.iteration in self.withheld:
+            return None
         snapshot = self._own.begin_use(held)
         return None if snapshot is None else snapshot.for_peers()
 

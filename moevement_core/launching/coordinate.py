@@ -20,13 +20,14 @@ from typing import Any
 
 from moevement_core.comms.token import HOW, Token, given_token
 from moevement_core.errors import ConfigError, RunRecordError
-from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
+from moevement_core.launching.job_file import JobFile, Outcome, coordinator_of, stopped_by
 from moevement_core.launching.limits import CONNECTIONS_TO_A_STORE, allow_open_files
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import LEASE_S, Coordinator, State
 from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, CoordinatorLoop, Turn
+from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.office import Term
 from moevement_core.rendezvous.roster import RANKS, STORE
 from moevement_core.rendezvous.status_page import boot_time_s
@@ -42,6 +43,8 @@ from moevement_core.util.words import spares_words
 POLL_S = 0.05
 OPTIONS = "coordinator/options"
 """Key of the options of the coordinator (:class:`Coordination`) that another coordinator of the job needs."""
+LOOK_S = 5.0
+"""Seconds between two looks into ``job.json`` for the newest coordinator."""
 ENTRIES_S = 2.0
 """Longest time in seconds until ``ranks.json`` lists spares whose supervisor has lost or regained its connection.
 
@@ -145,6 +148,10 @@ class Place:
     term: Term
     lease_s: float = LEASE_S
     """Lease time in seconds, until a supervisor knows it from the flags of the script."""
+    expected: frozenset[str] = frozenset()
+    """Names of the supervisors that obeyed the coordinator before this one."""
+    is_awaited: bool = True
+    """True if a job script waits for this process and its exit code; False for a standby that has taken over."""
 
 
 def _code_of(record: RunRecord | None) -> int:
@@ -175,11 +182,10 @@ class _Coordination:
         import torch
 
         signals.check()  # The import took seconds, and no signal is raised within it.
-        self._what, self._entry = options, entry
+        self._what, self._entry, self._is_awaited = options, entry, place.is_awaited
         self._record = RunRecord(options.run_dir) if options.run_dir is not None else None
         of_store = _listen(options, 0)
         token, store = _token_for(options), (options.host, int(of_store.getsockname()[1]))
-
         self._store = torch.distributed.TCPStore(
             *store, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=of_store.detach(), use_libuv=True,
@@ -194,7 +200,7 @@ class _Coordination:
         )  # fmt: skip
         self._loop = CoordinatorLoop(
             self._coordinator, place.listener, values, place.term, token, on_wind_down=_report_wind_down,
-            may_have_standby=options.has_standby,
+            may_have_standby=options.has_standby, expected=place.expected,
         )  # fmt: skip
         self._server = self._loop.server
         self._standby = ""
@@ -235,17 +241,17 @@ class _Coordination:
             raise
 
     def _run(self, signals: Signals) -> Outcome | int:
-        while not self._loop.is_over:
+        while not self._loop.is_settled:
             turn = self._loop.turn(POLL_S)
             signals.check()
             if turn is Turn.REPLACED:
-                return self._follow(signals)
+                return self._follow(signals) if self._is_awaited else self._leave()
             if turn is Turn.DECIDED:
                 self._report_changes()
                 self._look_after_signals(signals)
                 self._look_after_tasks()
                 self._look_after_endpoint()
-        self._loop.end(GRACE_S)
+        self._loop.end(max(GRACE_S, (LEASES_WITHOUT + 1) * self._coordinator.lease_s))
         if self._tasks is not None:
             # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.
             self._tasks.wait_and_kill(TASKS_GRACE_S)
@@ -270,6 +276,17 @@ class _Coordination:
             self._standby = standby
             self._entry.has_standby(standby)
 
+    def _leave(self) -> int:
+        """End this process, which was a standby, because its supervisor has no other one while it is there.
+
+        Returns:
+            The exit code of a process that has nothing to say about the job.
+        """
+        report("another coordinator has taken over the job; this one ends")
+        self._entry.hands_over()
+        self._loop.follow().close()
+        return 0
+
     def _follow(self, signals: Signals) -> int:
         """Wait until the job ends that another coordinator has taken over; pass on requests to end it.
 
@@ -277,7 +294,9 @@ class _Coordination:
             The job's exit code; 1 if the job has lost all its coordinators.
         """
         report("another coordinator has taken over the job; this one only waits for the end of the job")
+        self._entry.hands_over()
         client, lease_s, heard_at = self._loop.follow(), self._coordinator.lease_s, time.monotonic()
+        looked_at = heard_at
         while client.stop is None and time.monotonic() - heard_at < LEASES_ALONE * lease_s:
             client.step((), {})
             signals.check()
@@ -286,6 +305,9 @@ class _Coordination:
                 signals.asked_by = None
             if boot_time_s() < client.held_until:
                 heard_at = time.monotonic()
+            elif time.monotonic() - looked_at > LOOK_S:
+                looked_at = time.monotonic()
+                client.look_for(coordinator_of(self._record))
             if self._tasks is not None and not self._tasks.are_running:
                 break
             time.sleep(POLL_S)

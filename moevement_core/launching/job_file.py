@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from moevement_core.comms.address import address_of
 from moevement_core.errors import MoEvementError, RunRecordError
 from moevement_core.launching.signals import Stopped
 from moevement_core.run.job_entry import JobEntry
@@ -81,6 +83,10 @@ class JobFile:
         if self._has_begun and self._record is not None:
             self._record.write_job(self._entry)
 
+    def hands_over(self) -> None:
+        """Note that another process writes ``job.json`` from now on, which continues the job."""
+        self._record = None
+
     def __enter__(self) -> JobFile:
         if self._begins:
             self.begin()
@@ -112,6 +118,27 @@ class JobFile:
         assert self._record is not None
         path = self._record.metrics_path
         return path.stat().st_size if path.exists() else 0
+
+
+def coordinator_of(record: RunRecord | None) -> tuple[str, int] | None:
+    """Return the address in ``job.json`` of the coordinator of the job that runs; None if no job runs there.
+
+    On a node that joins late, or was cut off, ``MOEVEMENT_STORE`` may be the address of a coordinator that is lost.
+    """
+    job = None
+    with suppress(RunRecordError):
+        job = record.job() if record is not None else None
+    return address_of(job.address) if job is not None and job.ended_at is None and job.address else None
+
+
+def has_ended(record: RunRecord | None, coordinators: Collection[tuple[str, int] | None]) -> bool:
+    """Return True if ``job.json`` says that a job has ended whose last coordinator had one of these addresses."""
+    job = None
+    with suppress(RunRecordError):
+        job = record.job() if record is not None else None
+    if job is None or job.ended_at is None or not job.address:
+        return False
+    return address_of(job.address) in coordinators
 
 
 def stopped_by(stopped: Stopped) -> str:

@@ -19,14 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-from moevement_core.comms.address import address_of, store_address
+from moevement_core.comms.address import store_address
 from moevement_core.comms.token import HOW, own_token
-from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.errors import ConfigError
 from moevement_core.launching import launch
 from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
+from moevement_core.launching.job_file import coordinator_of, has_ended
 from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.stand_by import stand_by
@@ -34,7 +34,7 @@ from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import SERVED, served_by
 from moevement_core.rendezvous.job_code import KeptScript
-from moevement_core.rendezvous.lease_client import LeaseClient
+from moevement_core.rendezvous.lease_client import LEASES_WITHOUT, LeaseClient
 from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.roster import LATE_TASK, RANKS, STORE, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
@@ -61,11 +61,6 @@ STANDBY_GRACE_S = 90.0
 """Longest time in seconds for which a task whose job has ended waits for its standby.
 
 The standby may be the coordinator, which still tells other tasks that the job has ended.
-"""
-LEASES_WITHOUT = 6
-"""Number of lease times for which a task still tries to reach the coordinator after the task's leases have run out.
-
-Then the task ends its processes and itself.
 """
 TOKEN_PATIENCE_S = 5.0
 """Seconds for which the coordinator refuses a task's connections until the task takes its job token for a wrong one."""
@@ -210,9 +205,11 @@ def supervise(
     argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)
     use_file_mode(launch.value_of(argv, FLAG))
-    served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
+    run_dir = launch.run_dir_of(argv)
+    record = RunRecord(run_dir) if run_dir is not None else None
+    served = served_by(run_dir, lambda flag: launch.value_of(argv, flag))
     client = LeaseClient("", _coordinator(), lease_s, own_token(), started_by=os.environ.get(START_ENV, ""))
-    newest = partial(_newest_coordinator, launch.run_dir_of(argv))
+    newest = partial(coordinator_of, record)
     ask = partial(answer_of, client, newest)
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
         ask(Kind.SET, SERVED, served.encode())
@@ -261,7 +258,15 @@ def supervise(
                 program = Program(stand_by, (client.address, client.own_host, own_token()))
                 return Child("standby", program, {}, None)
 
-            running = _Task(task, client, start, relay=relay, start_standby=start_standby, newest=newest)
+            running = _Task(
+                task,
+                client,
+                start,
+                relay=relay,
+                start_standby=start_standby,
+                newest=newest,
+                has_ended=lambda: has_ended(record, (client.address, client.other)),
+            )
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
@@ -285,7 +290,9 @@ class _Task:
         relay: Relay,
         start_standby: Callable[[], Child],
         newest: Callable[[], tuple[str, int] | None],
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._has_ended = has_ended
         self._client, self._task, self._relay = client, task, relay
         self._start_standby, self._newest = start_standby, newest
         self._standby: Child | None = None
@@ -326,8 +333,10 @@ class _Task:
                 client.request("wind_down", f"signal {signals.asked_by} to {self._task.name}")
                 signals.asked_by = None
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
-                print(f"moevement: {self._task.name}: the coordinator cannot be reached", file=sys.stderr, flush=True)
                 self._supervisor.end(0.0)
+                if self._has_ended():  # This node was cut off at the end of the job.
+                    return 0
+                print(f"moevement: {self._task.name}: the coordinator cannot be reached", file=sys.stderr, flush=True)
                 _ask_slurm_to_requeue()
                 return 1
             self._pause(POLL_S)
@@ -375,17 +384,6 @@ def _ask_slurm_to_requeue() -> None:
     job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
     if job and scontrol and os.environ.get(REQUEUE_ENV) == "1":
         subprocess.run([scontrol, "requeue", job], timeout=60, check=False)
-
-
-def _newest_coordinator(run_dir: Path | None) -> tuple[str, int] | None:
-    """Return the address in ``job.json`` of the job that runs; None if no job runs there.
-
-    On a node that joins later, MOEVEMENT_STORE may be the address of a coordinator that is lost.
-    """
-    job = None
-    with suppress(RunRecordError):
-        job = RunRecord(run_dir).job() if run_dir is not None else None
-    return address_of(job.address) if job is not None and job.ended_at is None and job.address else None
 
 
 def _coordinator() -> tuple[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -47,6 +47,7 @@ class CoordinatorLoop:
         token: token of the job.
         on_wind_down: called with the reason when a supervisor asks the job to end at the next boundary.
         may_have_standby: True if a supervisor may start a standby.
+        expected: names of the supervisors that obeyed the coordinator before this one.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class CoordinatorLoop:
         *,
         on_wind_down: Callable[[str], None],
         may_have_standby: bool = True,
+        expected: Iterable[str] = (),
     ) -> None:
         self.office = Office(term)
-        self.server = LeaseServer(listener, coordinator, token, self._take_request, values, self.office)
+        self.server = LeaseServer(listener, coordinator, token, self._take_request, values, self.office, expected)
         is_running = coordinator.state is State.RUNNING
         self.generation = coordinator.roster.generation if is_running else -1
         """Newest generation whose ranks have entered training; -1 before the first."""
@@ -73,8 +75,13 @@ class CoordinatorLoop:
 
     @property
     def is_over(self) -> bool:
-        """True if the coordinator has ended the job."""
+        """True if the coordinator has ended the job. Its standby may not know that yet, and continue the job."""
         return self._coordinator.state in (State.DONE, State.STOPPED)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the coordinator has ended the job, and no other one can continue it."""
+        return self.is_over and self.server.may_tell_end
 
     def turn(self, timeout_s: float) -> Turn:
         """Hear supervisors, and decide for the job if this coordinator is in office.
@@ -104,13 +111,14 @@ class CoordinatorLoop:
     def end(self, within_s: float) -> None:
         """Tell all supervisors that the job has ended, then the standby, and close all connections.
 
-        If supervisors are left after ``within_s`` seconds, the standby is not told: it then tells those of them that
-        reach it.
+        If there are supervisors that have not heard of the end after ``within_s`` seconds, the standby is not told. It
+        then takes over, and tells those of them that reach it.
         """
+        self.server.wants_standby = False
         deadline = time.monotonic() + within_s
-        while self.server.supervisors and time.monotonic() < deadline:
+        while self.server.untold and time.monotonic() < deadline:
             self.server.poll(POLL_S, self._answer())
-        if not self.server.supervisors:
+        if not self.server.untold:
             self.server.dismiss_standby()
             deadline = time.monotonic() + self._coordinator.lease_s
             while self.server.has_standby and time.monotonic() < deadline:  # A close could overtake the message.
@@ -120,8 +128,10 @@ class CoordinatorLoop:
     def follow(self) -> LeaseClient:
         """Close the server, and return the connection to the coordinator that has taken over."""
         self.server.close()
-        successor = self.office.successor or self.office.standby
-        return self._successor or self._client_of(successor)
+        client = self._successor or self._client_of(self.office.successor or self.office.standby)
+        if self.office.successor:  # It need not be the standby that this coordinator had.
+            client.look_for(address_of(self.office.successor))
+        return client
 
     def _client_of(self, address: str) -> LeaseClient:
         return LeaseClient("", address_of(address), self._coordinator.lease_s, self._token)

@@ -23,6 +23,11 @@ from moevement_core.rendezvous.values import Kind, Watcher, in_lines
 
 BEATS = 10
 """Number of renewals that a supervisor sends in one lease time."""
+LEASES_WITHOUT = 6
+"""Number of lease times for which a supervisor still tries to reach the coordinator after its leases have run out.
+
+Then the supervisor ends its processes and itself.
+"""
 CONNECT_S = 1.0
 """Longest time to establish a connection, in seconds."""
 MOST_BEATS_BETWEEN_CALLS = 4

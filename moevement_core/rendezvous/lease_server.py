@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.mirror import MESSAGES_IN_LEASE, Mirror
 from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
 from moevement_core.rendezvous.values import Kind, Values, Watcher, in_lines
@@ -76,6 +77,7 @@ class LeaseServer:
             code.
         values: values of the job.
         office: office of the coordinator; None: the job has no other coordinator.
+        expected: names of the supervisors that obeyed the coordinator before this one.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class LeaseServer:
         on_request: Callable[[str, str, int], None],
         values: Values,
         office: Office | None = None,
+        expected: Iterable[str] = (),
     ) -> None:
         self.office = office or Office(Term(1, ""))
         self.wants_standby = False
@@ -94,6 +97,10 @@ class LeaseServer:
         self._server = SignedServer(listener, token, self._take_in, self._has_gone)
         self._mirror = Mirror(self._server, values, self.office)
         self._began_at = self._stepped_at = self._resumed_at = time.monotonic()
+        self._taken: list[tuple[Caller, int]] = []
+        """Connections and numbers of beats with deaths and requests that are not acknowledged yet."""
+        self._expected = set(expected)
+        """Names of supervisors that have not called this coordinator yet, but obeyed the one before it."""
         self._voters: set[str] = set()
         """Names of the supervisors that were connected, and heard within a lease time, when they were last counted."""
         self._counted_at = -float("inf")
@@ -137,6 +144,11 @@ class LeaseServer:
         return self.office.has(self._holder.lease_s) or self._mirror.has_ended
 
     @property
+    def may_tell_end(self) -> bool:
+        """True if supervisors may learn that the job has ended."""
+        return self._mirror.may_tell_end
+
+    @property
     def has_standby(self) -> bool:
         """True if a standby is connected."""
         return self._mirror.has_caller
@@ -150,7 +162,19 @@ class LeaseServer:
         """Address of the standby, once it and all supervisors know of each other; empty if there is none."""
         return self._mirror.ready
 
+    def _acknowledge_news(self) -> None:
+        """Tell supervisors that the coordinator has taken their news, once the standby has what follows from them.
+
+        The supervisors then tell no other coordinator.
+        """
+        if self._taken:
+            self._holder.keep()
+            for caller, beat in self._taken:
+                self._mirror.publish(caller, {"taken": beat})
+            self._taken.clear()
+
     def _step_standby(self) -> None:
+        self._acknowledge_news()
         now, lease_s = time.monotonic(), self._holder.lease_s
         if now - self._stepped_at > lease_s / 4:
             self._resumed_at = now  # This process was suspended, and could not hear supervisors.
@@ -214,6 +238,7 @@ class LeaseServer:
             # Only the newest connection of a supervisor counts. If an older one breaks, no lease is affected.
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
+            self._expected.discard(supervisor.name)
             supervisor.started_by = str(message.get("started_by", ""))
             supervisor.has_standby = bool(message.get("has_standby", False))
             self.office.heard(supervisor.name, Term.decode(message.get("term", FIRST_TERM.encode())))
@@ -224,9 +249,7 @@ class LeaseServer:
         if (request := message.get("request")) is not None:
             self._on_request(str(request["kind"]), str(request["why"]), int(request["code"]))
         if "died" in message or request is not None:
-            self._holder.keep()
-            # The supervisor then tells no other coordinator, so the standby must know what follows from it.
-            self._mirror.publish(caller, {"taken": message["beat"]})
+            self._taken.append((caller, int(message["beat"])))
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
         self._holder.renew(alive)
@@ -255,6 +278,17 @@ class LeaseServer:
         """Number of supervisors that have sent a message within the lease time, with those that are still starting."""
         since = time.monotonic() - self._holder.lease_s
         return sum(supervisor.heard_at > since for supervisor in self._supervisors.values())
+
+    @property
+    def untold(self) -> int:
+        """Number of supervisors that may still wait for news of the end of the job.
+
+        A supervisor that has heard of the end closes its connection. One that does not hear of it gives up after some
+        lease times.
+        """
+        since = time.monotonic() - (LEASES_WITHOUT + 1) * self._holder.lease_s
+        waiting = sum(supervisor.heard_at > since for supervisor in self._supervisors.values())
+        return waiting + (len(self._expected) if self._began_at > since else 0)
 
     @property
     def heard(self) -> set[str]:

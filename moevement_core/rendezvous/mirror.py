@@ -98,6 +98,7 @@ class Mirror:
         self._joined_at, self._has_copied, self._knows_at = self._clock(), False, None
         self._waiting = list(self._values.operations())
         self._number = self._copied = len(self._waiting)
+        self._end = None if self._end is None else self._number  # The copy has the end, too.
         self._mirrored = -1
         self._server.send(caller, {"begins": True})
         self._offer(self._voters)
@@ -148,7 +149,7 @@ class Mirror:
             self._send()
 
     def ends(self) -> None:
-        """Note that the last operation has ended the job. No other coordinator can undo this."""
+        """Note that the last operation has ended the job. Once the standby has it, no other coordinator can undo it."""
         if self._end is None:
             self._end = self._number
 

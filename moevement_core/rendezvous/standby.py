@@ -71,6 +71,11 @@ class Standby:
         """Value of the clock at the newest beat of each supervisor that has called this process, and its term."""
 
     @property
+    def voters(self) -> frozenset[str]:
+        """Names of the supervisors that the coordinator has named last."""
+        return self._voters
+
+    @property
     def has_coordinator(self) -> bool:
         """True if this process has heard of the coordinator within half of a lease time."""
         return self._lines is not None and self._clock() - self._heard_at < self.lease_s / 2

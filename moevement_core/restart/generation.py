@@ -128,8 +128,12 @@ def vote(group: TreeGroup) -> None:
         GenerationInterrupted: a rank was interrupted.
         RuntimeError: a rank is lost.
     """
-    if _generation is not None and group.ask_once(_generation.is_interrupted):
-        raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
+    if (now := _generation) is None:
+        return
+    with waiting_for_others():  # also for the coordinator, which only one rank asks
+        is_interrupted = group.ask_once(now.is_interrupted)
+    if is_interrupted:
+        raise GenerationInterrupted(f"generation {now.roster.generation} was interrupted")
 
 
 def is_fault_of_others(in_generation: Generation | None = None, since_s: float | None = None) -> bool:

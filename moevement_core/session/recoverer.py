@@ -185,7 +185,8 @@ class Recoverer:
         if lost is not None:
             self._records.reexecuted(last_record)
         self._release()
-        if runs := [run for plan in prepared.plans for run in plan.runs.values()]:
+        loaded = [plan for plan in prepared.plans if any(fetch.source is not Source.REPLICA for fetch in plan.fetches)]
+        if runs := [run for plan in loaded for run in plan.runs.values()]:
             lifetime = self._saving.checkpointer.lifetime
             lifetime.restored(min(run.first for run in runs), max(run.last for run in runs))
         self.done.append(done)

@@ -5,7 +5,7 @@ optimizer step of iteration t+1, it waits until the copy is complete. The order 
 at the beginning of a window (``saving/windows.py``). The session adds these collectives to training:
 
 - in each iteration, a background reduction for which no rank waits (``GroupAgreement``)
-- a barrier before each update, if no reduction of the step spans the job
+- a vote of all ranks before each update
 - decisions at the beginning of a window (``saving/windows.py``)
 """
 

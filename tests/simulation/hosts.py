@@ -345,12 +345,16 @@ class Job:
         office, node = self.control.server.office, self.control.process.node
         if not office.standby:
             return node != lost
-        voters = self.control.server._mirror._voters
+        if node == lost and office.standby.partition(":")[0] == lost:
+            return False
+        # The standby may not have received the newest list of voters yet.
+        return all(self._has_majority(voters, lost, by_vote=node == lost) for _, voters in office._voters)
+
+    def _has_majority(self, voters: frozenset[str], lost: str, *, by_vote: bool) -> bool:
+        """Return True if enough of the voters are left without a node: half of them, or more than half by a vote."""
         left = sum(
             host.name != lost and host.name not in self.world.network.cut and host.supervisor is not None
             and host.supervisor.is_alive and host.lease is not None and host.lease.name in voters
             for host in self.hosts
         )  # fmt: skip
-        if node == lost:
-            return office.standby.partition(":")[0] != lost and 2 * left > len(voters)
-        return 2 * left >= len(voters)
+        return 2 * left > len(voters) if by_vote else 2 * left >= len(voters)

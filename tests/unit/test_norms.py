@@ -154,6 +154,30 @@ def test_gradients_are_said_to_be_final_when_they_are_clipped_and_nothing_is_upd
     assert not any(event.startswith("final") for event in EVENTS)
 
 
+def test_ranks_vote_on_an_overflow_too_before_the_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Optimizer) -> tuple[bool, Any, int | None]:
+        assert self.prepare_grads()
+        self.events.append("skipped")
+        return False, None, None
+
+    monkeypatch.setattr(Optimizer, "prepare_grads", lambda self: True)
+    monkeypatch.setattr(Optimizer, "step", step)
+    _, point = commit_point()
+    point.step(4)
+    assert EVENTS == ["vote", "atomic", "skipped", "over"]
+
+
+def test_a_rank_without_parameters_votes_after_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a rank whose optimizers are all stubs, on which Megatron clips nothing, votes as the others do."""
+    stub = SimpleNamespace(config=SimpleNamespace(clip_grad=1.0), optimizer=None, is_stub_optimizer=True)
+    monkeypatch.setattr(committed, "members", lambda optimizer: [stub])
+    optimizer, point = commit_point()
+    monkeypatch.setattr(optimizer, "_compute_grad_norms_by_group", dict)
+    point.step(4)
+    assert EVENTS.count("vote") == 1
+    assert EVENTS.index("vote") > EVENTS.index("norm")
+
+
 def test_zeros_are_counted_before_the_section_and_once() -> None:
     optimizer, point = commit_point()
     optimizer.config.log_num_zeros_in_grad = True

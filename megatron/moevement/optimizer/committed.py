@@ -104,7 +104,11 @@ class CommittedOptimizer(Commit):
         self._reduced = Reduced()
         self._section: ExitStack | None = None
         self._is_deferring = self._has_stepped = False
-        clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
+        clips = any(
+            member.config.clip_grad > 0.0
+            for member in members(optimizer)
+            if hasattr(member, "config") and not getattr(member, "is_stub_optimizer", False)
+        )
         for member in members(optimizer):
             if hasattr(member, "config"):  # A barrier of the timers would wait for other ranks inside the update.
                 member.config.barrier_with_L1_time = False
@@ -150,20 +154,25 @@ class CommittedOptimizer(Commit):
             self._reduced.take(name, result, self._optimizer)
             if name == REDUCTIONS[0]:
                 self._reduced.num_tokens = self.mode.num_tokens(self._num_tokens)
-            if is_last and self._section is not None:
-                if self._optimizer.config.log_num_zeros_in_grad:
-                    self._reduced.zeros = self._optimizer.count_zeros()
-                injection.at(Phase.COMMIT)
-                if type(self.mode) is Train:
-                    if self._validates:
-                        self._reduced.check_finite()
-                    self._vote()
-                self._section.enter_context(atomic())
-                self.torn = True
-                injection.at(Phase.STEP)
+            if is_last and self._section is not None and self._optimizer.config.log_num_zeros_in_grad:
+                self._reduced.zeros = self._optimizer.count_zeros()
+            has_overflow = name == REDUCTIONS[0] and bool(result)  # The step then ends here, without an update.
+            if (is_last or has_overflow) and self._section is not None:
+                self._begin_update(self._section)
             return result
 
         return reduction
+
+    def _begin_update(self, section: ExitStack) -> None:
+        """Vote if the job trains, and enter the update section, which no restart interrupts."""
+        injection.at(Phase.COMMIT)
+        if type(self.mode) is Train:
+            if self._validates:
+                self._reduced.check_finite()
+            self._vote()
+        section.enter_context(atomic())
+        self.torn = True
+        injection.at(Phase.STEP)
 
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
         """Return a ``count_zeros`` that, inside the update section, returns a count from before the section.

@@ -27,10 +27,6 @@ HISTORIES = {
 }  # fmt: skip
 
 
-def unneeded(old: list[int], lost: list[int], *, is_newer: bool, kept: range = range(0)) -> Unneeded:
-    return Unneeded(old, lost, kept, is_newer)
-
-
 def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
     planned = {iteration: HISTORIES[name].contents(iteration) for iteration in iterations}
     return {iteration: contents for iteration, contents in planned.items() if contents is not None}
@@ -69,13 +65,13 @@ def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
 @pytest.mark.parametrize(
     ("statuses", "captured", "expected"),
     [
-        ({0: OPEN}, range(3), unneeded([], [], is_newer=False)),
-        ({0: PERSISTED, 3: OPEN}, range(6), unneeded([], [], is_newer=True)),
-        ({0: PERSISTED, 3: PERSISTED, 6: OPEN}, range(8), unneeded([0, 1, 2], [], is_newer=True)),
+        ({0: OPEN}, range(3), Unneeded([], [], [])),
+        ({0: PERSISTED, 3: OPEN}, range(6), Unneeded([], [], [])),
+        ({0: PERSISTED, 3: PERSISTED, 6: OPEN}, range(8), Unneeded([0, 1, 2], [], [])),
         # A rank abandoned the window that began with 3, and the next run that the job may persist begins with 6.
-        ({0: PERSISTED, 6: OPEN}, range(8), unneeded([], [3, 4, 5], is_newer=True)),
+        ({0: PERSISTED, 6: OPEN}, range(8), Unneeded([], [3, 4, 5], [])),
         # The statuses are of iteration 8, so they say nothing of runs that begin with 8 or later.
-        ({0: PERSISTED}, range(9), unneeded([], [3, 4, 5, 6, 7], is_newer=True)),
+        ({0: PERSISTED}, range(9), Unneeded([], [3, 4, 5, 6, 7], [])),
     ],
 )
 def test_what_may_go(statuses: Mapping[int, RunStatus], captured: range, expected: Unneeded) -> None:
@@ -87,7 +83,7 @@ def test_what_may_go(statuses: Mapping[int, RunStatus], captured: range, expecte
 def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks() -> None:
     lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
     lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(6)))
-    assert lifetime.learn(Agreed(5, {0: PERSISTED, 3: OPEN}), range(6)) == unneeded([], [], is_newer=False)
+    assert lifetime.learn(Agreed(5, {0: PERSISTED, 3: OPEN}), range(6)) == Unneeded([], [], [])
     assert (lifetime.persisted, lifetime.last_needed) == (0, 2)
     assert lifetime.learn(Agreed(6, {0: PERSISTED, 3: PERSISTED}), range(6)).old == [0, 1, 2]
     assert (lifetime.persisted, lifetime.last_needed) == (3, 5)
@@ -100,7 +96,7 @@ def test_a_rank_that_a_failure_kept_from_learning_keeps_the_run_to_which_the_oth
     lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(6)))
     lifetime.catch_up(3)
     assert (lifetime.persisted, lifetime.last_needed) == (3, 5)
-    assert lifetime.learn(Agreed(7, {6: OPEN}), range(7)) == unneeded([0, 1, 2], [], is_newer=False)
+    assert lifetime.learn(Agreed(7, {6: OPEN}), range(7)) == Unneeded([0, 1, 2], [], [])
     lifetime.catch_up(0)
     assert lifetime.persisted == 3
 
@@ -117,11 +113,20 @@ def test_the_run_that_a_recovery_has_loaded_stays_although_it_is_never_persisted
     lifetime.restored(3, 5)
     lifetime.statuses(10, held("aligned", range(10)), held("aligned", range(0)))
     freed = lifetime.learn(Agreed(9, {9: OPEN}), range(10))
-    assert freed == unneeded([], [0, 1, 2, 6, 7, 8], is_newer=False, kept=range(3, 6))
+    assert freed == Unneeded([], [0, 1, 2, 6, 7, 8], [3, 4, 5])
     assert freed.lost_ranges == [(0, 2), (6, 8)]
     assert 5 not in lifetime.under_way(held("aligned", [3, 4, 5, 9]), peers_are_full=True)
+    assert lifetime.fallback == (3, 5)
     lifetime.statuses(12, held("aligned", range(3, 12)), held("aligned", range(9, 12)))
     assert lifetime.learn(Agreed(12, {9: PERSISTED}), [3, 4, 5, 9, 10, 11]).old == [3, 4, 5]
+    assert lifetime.fallback == (9, 11)
+
+
+def test_a_run_that_a_recovery_has_loaded_may_go_where_another_run_is_persisted() -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime.restored(3, 5)
+    lifetime.statuses(10, held("aligned", range(10)), held("aligned", range(3)))
+    assert lifetime.learn(Agreed(9, {0: PERSISTED, 9: OPEN}), range(10)) == Unneeded([], [3, 4, 5, 6, 7, 8], [])
 
 
 @pytest.mark.parametrize(

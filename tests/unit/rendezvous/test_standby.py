@@ -231,3 +231,19 @@ def test_a_standby_that_is_dismissed_does_not_take_over(job: Job) -> None:
     job.silent.add(job.standby)
     job.until(lambda: not job.server.has_standby)
     assert not job.standby.is_elected
+
+
+def test_a_standby_that_joins_after_the_end_holds_up_nobody(job: Job) -> None:
+    for number in range(60):  # operations, of which the copy for the next standby has only one
+        job.values.set(KEY, f"{number} roster")
+    job.until(lambda: len(job.received[2]) > 0 and job.received[2][-1] == "59 roster")
+    job.silent.add(job.standby)
+    job.standby.close()
+    job.silent.update(job.clients)
+    job.end()
+    job.until(lambda: job.office.standby == "")
+    place = socket.create_server(("127.0.0.1", 0))
+    job.standby = Standby(job.clients[0].address, f"127.0.0.1:{place.getsockname()[1]}", place, TOKEN)
+    job.until(lambda: job.server.has_standby)
+    job.silent.clear()
+    job.until(lambda: all(client.stop is not None for client in job.clients))
