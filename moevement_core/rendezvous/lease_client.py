@@ -100,6 +100,8 @@ class LeaseClient:
         """Host and port of the coordinator that this supervisor has heard last."""
         self.other: tuple[str, int] | None = None
         """Host and port of the standby, or of another process that may be the coordinator; None if there is none."""
+        self._further: tuple[str, int] | None = None
+        """Host and port of the coordinator that ``job.json`` names; None if it is not known."""
         self._called = address
         """Host and port at which the current connection ends."""
         self.term = FIRST_TERM
@@ -156,9 +158,8 @@ class LeaseClient:
         self._beat_at = -float("inf")
 
     def look_for(self, coordinator: tuple[str, int] | None) -> None:
-        """Call a further coordinator, if one is known, in turns with that which this supervisor has heard last."""
-        if coordinator is not None and coordinator != self.address:
-            self.other = coordinator
+        """Call a further coordinator too, if one is known, in turns with those that this supervisor has heard of."""
+        self._further = coordinator
 
     def ask(self, kind: str, key: str, value: str | None, then: Callable[[str | None], None]) -> None:
         """Pass a request on a value (:meth:`Values.answer`) to the coordinator, and call ``then`` with the answer.
@@ -233,13 +234,15 @@ class LeaseClient:
 
     def _connect(self, now: float) -> None:
         self._tried_at = now
-        # Without an answer, the coordinator and the standby are called in turns.
-        self._called = self.other if self._calls % 2 and self.other is not None else self.address
+        # Without an answer, the coordinator, the standby and what job.json names are called in turns.
+        known = [*dict.fromkeys(each for each in (self.address, self.other, self._further) if each is not None)]
+        called = known[self._calls % len(known)]
         self._calls += 1
         try:
-            connection = socket.create_connection(self._called, timeout=CONNECT_S)
+            connection = socket.create_connection(called, timeout=CONNECT_S)
         except OSError:
-            return
+            return  # An older connection may still be open, and bring answers of the process that it ends at.
+        self._called = called
         if self._lines is not None and self._lines.is_open and self._replaced is None:
             self._replaced = self._lines
         elif self._lines is not None:

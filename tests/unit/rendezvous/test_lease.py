@@ -99,6 +99,22 @@ def test_a_death_is_sent_until_it_is_answered_over_a_new_connection_too(both: Bo
     assert set(both.holder.dead) == {(4, 1234, KILLED)}
 
 
+def test_a_call_that_fails_does_not_change_whose_answers_a_client_gets(both: Both) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[:2]
+    both.client.close()
+    both.client = LeaseClient("task 0", nobody, LEASE_S, TOKEN)
+    both.client.look_for(both.address)
+    while both.client._lines is None:
+        both.client._connect(0.0)
+    while both.client._calls % 2:  # Then the next call is of the address at which nobody listens.
+        both.client._calls += 1
+    both.client._connect(0.0)
+    assert both.client._lines is not None
+    both.until(lambda: both.client.is_connected)
+    assert both.client.address == both.address
+
+
 def test_a_broken_connection_is_noticed_with_those_it_spoke_for(both: Both) -> None:
     both.until(lambda: both.client.is_connected)
     assert both.client._lines is not None
