@@ -2,7 +2,7 @@
 
     python -m benchmarks.regroup
 
-A tiny MoE runs on 4, 8 and 16 ranks of one machine. The benchmark kills one rank a few times, and redo restores it.
+A tiny MoE runs on 4 to 32 ranks of one machine. The benchmark kills one rank a few times, and redo restores it.
 It also times how long one rank takes to make all of Megatron's process groups, in jobs of up to 16,384 ranks. For that
 it uses torch's ``fake`` groups, which have no connections.
 """
@@ -24,11 +24,14 @@ from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
 from megatron.moevement import platform
 from moevement_cli.bench_run import record_of
+from moevement_core.simulator.regroup import regroup
 
 OUTPUT = Path(__file__).with_suffix(".md")
-RANKS = (4, 8, 16)
+RANKS = (4, 8, 16, 32)
 LAYOUTS = ((4, 2, 2), (16, 2, 2), (512, 16, 8), (1536, 24, 8), (4096, 32, 8), (16384, 64, 8))
 """Ranks, pipeline stages and expert parallelism. Jobs of the first two run here; the paper has the others (section 5.4)."""
+MODELLED = (32, 1024, 4096, 16_384)
+"""Numbers of ranks for which the page has the model of the simulator."""
 KILLS = 4
 TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
@@ -89,6 +92,16 @@ def _made(world: int, pipeline: int, expert: int) -> list[str]:
             f"{cpu_s:.2f}"]  # fmt: skip
 
 
+def modelled() -> list[list[str]]:
+    """Return rows with the parts of regrouping by the simulator's model, in seconds."""
+    rows = []
+    for ranks in MODELLED:
+        parts = regroup(ranks)
+        seconds = (parts.fixed_s, parts.exchange_s, parts.coordinator_s, parts.groups_s, parts.connect_s, parts.total_s)
+        rows.append([f"{ranks:,}", *(f"{value:.2f}" for value in seconds)])
+    return rows
+
+
 def report(rows: list[list[str]], groups_made: list[list[str]]) -> str:
     """Return the text of the page."""
     header = (
@@ -104,6 +117,15 @@ enter the loop) takes longer here with every additional rank, but not on separat
 the time for connections over a network grows.
 
 {table(header, rows)}
+
+## On separate machines
+
+The model of the simulator (`moevement_core/simulator/regroup.py`) for the time from the detection of a failure until ranks have process
+groups: *fixed* is the sum of *abort*, *regroup* and *enter the loop* of the first row above, *groups* follows from the table below, and
+*coordinator* from [scale.md](scale.md). That communicators connect in a time linear in the ranks is published for NCCL, not measured here;
+hops and links of the tree are assumed. The class `Constants` says where each number is from.
+
+{table(("ranks", "fixed", "exchanges over the tree", "coordinator", "groups", "connect", "total"), modelled())}
 
 ## What making groups takes at scale
 

@@ -176,7 +176,7 @@ class _Job:
         return time.monotonic()
 
     def end(self) -> None:
-        """End the standby."""
+        """End the standby, if there is one."""
         if self._standby is not None:
             self._standby.kill()
             self._standby.join()

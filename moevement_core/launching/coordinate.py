@@ -199,8 +199,8 @@ class _Coordination:
             lease_s=place.lease_s,
         )  # fmt: skip
         self._loop = CoordinatorLoop(
-            self._coordinator, place.listener, values, place.term, token, on_wind_down=_report_wind_down,
-            may_have_standby=options.has_standby, expected=place.expected,
+            self._coordinator, place.listener, values=values, term=place.term, token=token,
+            on_wind_down=_report_wind_down, may_have_standby=options.has_standby, expected=place.expected,
         )  # fmt: skip
         self._server = self._loop.server
         self._standby = ""

@@ -60,7 +60,9 @@ def stand_by(coordinator: tuple[str, int], host: str, token: Token) -> None:
     entry = JobFile(record, _continued(record, options))
     entry.listens_at(standby.term.owner)
     report(f"the coordinator is lost; {standby.term.owner} takes over the job in term {standby.term.number}")
-    place = Place(listener, standby.values, standby.term, standby.lease_s, standby.voters, is_awaited=False)
+    place = Place(
+        listener, standby.values, standby.term, lease_s=standby.lease_s, expected=standby.voters, is_awaited=False,
+    )  # fmt: skip
     with Signals() as signals, entry:
         outcome = run_coordinator(options, signals, entry, place)
         entry.outcome = outcome if isinstance(outcome, Outcome) else None

@@ -63,7 +63,10 @@ class CoordinatorLoop:
         expected: Iterable[str] = (),
     ) -> None:
         self.office = Office(term)
-        self.server = LeaseServer(listener, coordinator, token, self._take_request, values, self.office, expected)
+        self.server = LeaseServer(
+            listener, coordinator, token, on_request=self._take_request, values=values, office=self.office,
+            expected=expected,
+        )  # fmt: skip
         is_running = coordinator.state is State.RUNNING
         self.generation = coordinator.roster.generation if is_running else -1
         """Newest generation whose ranks have entered training; -1 before the first."""

@@ -255,10 +255,10 @@ class LeaseServer:
         self._holder.renew(alive)
         supervisor.heard_at = time.monotonic()
         members = set(map(int, message.get("members", ())))
-        told = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}
+        fields = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}
         answer = {
             "beat": message["beat"], "lease_s": self._holder.lease_s,
-            "given_up": sorted(members & self._holder.given_up), **told,
+            "given_up": sorted(members & self._holder.given_up), **fields,
             "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip

@@ -86,21 +86,21 @@ def test_collectives_give_every_rank_the_values_of_all_or_of_one(size: int) -> N
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_question_is_asked_once_after_all_ranks_have_come(size: int) -> None:
-    came, asked = list[int](), list[int]()
+    arrived, asked = list[int](), list[int]()
 
     def ask(group: TreeGroup, *, answer: bool) -> bool:
         time.sleep(0.05 if group.place == size - 1 else 0.0)
-        came.append(group.place)
+        arrived.append(group.place)
 
         def question() -> bool:
-            asked.append(len(came))
+            asked.append(len(arrived))
             return answer
 
         return group.ask_once(question)
 
     with connected(size) as groups:
         for answer in (True, False):
-            came.clear()
+            arrived.clear()
             assert on_all(groups, partial(ask, answer=answer)) == [answer] * size
     assert asked == [size, size]
 

@@ -34,9 +34,9 @@ def test_a_large_job_raises_the_soft_limit_to_its_need_and_says_so(
     limits: dict[str, tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     allow_open_files(1024, 3300)
-    said = capsys.readouterr().out
-    assert str(OTHER_FILES + 1024 * FILES_FOR_A_PEER) in said
-    assert "1024" in said
+    output = capsys.readouterr().out
+    assert str(OTHER_FILES + 1024 * FILES_FOR_A_PEER) in output
+    assert "1024" in output
     assert limits["files"] == (OTHER_FILES + 1024 * FILES_FOR_A_PEER, 65536)
     allow_open_files(8, 27)
     assert limits["files"] == (OTHER_FILES + 1024 * FILES_FOR_A_PEER, 65536), "a limit was lowered"
