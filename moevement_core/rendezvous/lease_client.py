@@ -111,11 +111,14 @@ class LeaseClient:
         self._has_heard = False
         """True if the server has sent a message on the current connection."""
         self._replaced: SignedLines | None = None
-        """Old connection on which no answers arrive any more; None unless the client has just opened a new connection.
+        """Old connection, on which no answers have arrived for some time; None unless the client has a newer one.
 
         The client first sends a message on the new connection, and then closes the old one. In the opposite order, the
-        server would count this supervisor as gone.
+        server would count this supervisor as gone. If the new connection is to another process, the client keeps the
+        old one until the other process has proved to be in office.
         """
+        self._replaced_called = address
+        """Host and port at which the old connection ends."""
         self._beat = 0
         """Number of the newest renewal."""
         self._sent_at: dict[int, float] = {}
@@ -242,13 +245,17 @@ class LeaseClient:
             connection = socket.create_connection(called, timeout=CONNECT_S)
         except OSError:
             return  # An older connection may still be open, and bring answers of the process that it ends at.
-        self._called = called
         if self._lines is not None and self._lines.is_open and self._replaced is None:
-            self._replaced = self._lines
+            self._replaced, self._replaced_called = self._lines, self._called
         elif self._lines is not None:
             self._lines.close()
+        self._called = called
         self._lines, self._beat_at = SignedLines(connection, self._token, Side.CALLER), -float("inf")
         self._has_heard = False
+        self._send_again()
+
+    def _send_again(self) -> None:
+        """Send all that is not answered on the current connection, which is another one than before."""
         for unanswered in (*self._news, *([self._request] if self._request else ())):
             unanswered["beat"] = None
         for ask in self._asks.values():
@@ -280,7 +287,8 @@ class LeaseClient:
             self._lines.send(message)
         except ConnectionError:
             self._disconnect()
-        self._close_replaced()
+        if self._called == self._replaced_called:
+            self._close_replaced()
 
     def _receive(self) -> None:
         if self._lines is None:
@@ -331,6 +339,7 @@ class LeaseClient:
     def _take_in(self, answer: dict[str, Any]) -> None:
         if not self._obeys(answer):
             return
+        self._close_replaced()
         self.other = address_of(text) if (text := answer.get("standby")) else None
         self.start_standby = bool(answer.get("start_standby", False))
         beat = int(answer["beat"])
@@ -355,7 +364,11 @@ class LeaseClient:
     def _disconnect(self) -> None:
         if self._lines is not None:
             self._lines.close()
-        self._lines, self.is_connected = None, False
+        self._lines, self.is_connected = self._replaced, False
+        if self._replaced is not None:
+            # The server would count this supervisor as gone if this connection were closed as well.
+            self._called, self._replaced, self._has_heard = self._replaced_called, None, True
+            self._send_again()
 
     def _close_replaced(self) -> None:
         if self._replaced is not None:

@@ -247,3 +247,16 @@ def test_a_standby_that_joins_after_the_end_holds_up_nobody(job: Job) -> None:
     job.until(lambda: job.server.has_standby)
     job.silent.clear()
     job.until(lambda: all(client.stop is not None for client in job.clients))
+
+
+def test_a_supervisor_that_calls_the_standby_stays_connected_to_the_coordinator(job: Job) -> None:
+    client = job.clients[0]
+    before = client._lines
+    client._calls = 1  # The next call goes to the standby.
+    client._connect(0.0)
+    assert client._called != job.clients[1].address
+    job.goes_on(LEASE_S)
+    assert "task 0" in job.server._by_name
+    assert client._called == job.clients[1].address
+    assert before is not None
+    job.until(lambda: client.is_connected)
