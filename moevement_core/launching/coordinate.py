@@ -26,7 +26,7 @@ from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import LEASE_S, Coordinator, State
-from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, CoordinatorLoop, Turn
+from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, POLL_S, CoordinatorLoop, Turn
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.office import Term
 from moevement_core.rendezvous.roster import RANKS, STORE
@@ -40,7 +40,6 @@ from moevement_core.util.exit_codes import USAGE_ERROR
 from moevement_core.util.file_modes import file_mode, make_folder
 from moevement_core.util.words import spares_words
 
-POLL_S = 0.05
 OPTIONS = "coordinator/options"
 """Key of the options of the coordinator (:class:`Coordination`) that another coordinator of the job needs."""
 LOOK_S = 5.0

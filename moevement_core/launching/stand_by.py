@@ -14,7 +14,6 @@ from moevement_core.comms.token import Token
 from moevement_core.errors import RunRecordError
 from moevement_core.launching.coordinate import (
     OPTIONS,
-    POLL_S,
     Coordination,
     Place,
     report,
@@ -22,7 +21,7 @@ from moevement_core.launching.coordinate import (
 )
 from moevement_core.launching.job_file import JobFile, Outcome
 from moevement_core.launching.signals import Signals
-from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE
+from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, POLL_S
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord

@@ -20,7 +20,7 @@ from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.values import Values
 
 POLL_S = 0.05
-"""Longest time in seconds for which a turn waits for messages at the end of the job."""
+"""Longest time in seconds for which a turn waits for messages, and pause of a process that stands by."""
 LEASES_ALONE = 12
 """Number of lease times after which a coordinator out of office, or a standby without any connection, ends."""
 

@@ -59,7 +59,7 @@ class Constants:
     questions: int = 10
     """Number of requests of each rank to the coordinator and its store. Assumed; five are reads of addresses."""
     question_s: float = 14e-6
-    """Seconds of the coordinator for a request. Measured: 4,096 at once take 60 ms (benchmarks/scale.md)."""
+    """Seconds of the coordinator for a request. Measured: 4,096 at once take 60 to 80 ms (benchmarks/scale.md)."""
     group_s: float = 2.34 / 16_384
     """Seconds in which every rank calls ``new_group``, for each rank of the job.
 
