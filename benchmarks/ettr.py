@@ -14,6 +14,7 @@ slurm-wlm, munge and iproute2.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -25,8 +26,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.environment import measured_on
-from benchmarks.ettr_page import HALVED_AT, HALVED_TIMES, PLOT, Halved, Jobs, page
+from benchmarks.ettr_page import HALVED_AT, PLOT, Halved, Jobs, page
 from benchmarks.ettr_results import FILE, Planned, Results
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import OverLinks, predicted
@@ -35,7 +38,7 @@ from moevement_cli.killed_job import KilledJob, watch
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.run.run_record import RunRecord
-from moevement_core.simulator.failures import Failure, FailureModel
+from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario, load
 from tests.cluster.cluster import SYSTEM_PATH, Cluster, why_not
 from tests.cluster.training import SBATCH
@@ -75,27 +78,28 @@ class Measuring:
             for name in self.strategies
             if name in OURS
         ]
-        first, *others = [
-            [self._job(rate, name, schedule) for rate in self.rates for name in self.strategies]
+        killed = [
+            self._job(rate, name, schedule)
             for schedule in range(1, self.repeats + 1)
-        ] or [[]]
-        return [*kill_free, *first, *halved, *(job for jobs in others for job in jobs)]
+            for rate in self.rates
+            for name in self.strategies
+        ]
+        return [*kill_free, *halved, *killed]
 
     def _job(self, rate: float, name: str, schedule: int = 0, *, is_halved: bool = False) -> Planned:
-        iterations = HALVED_TIMES * self.iterations if is_halved else self.iterations
         return Planned(
-            rate, strategy=name, schedule=schedule, is_halved=is_halved, iterations=iterations, mtbf_s=self.mtbf_s
+            rate, strategy=name, schedule=schedule, is_halved=is_halved, iterations=self.iterations, mtbf_s=self.mtbf_s
         )
 
 
 def main() -> None:
     """Run the jobs that have no result yet, and write the page from all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=80, metavar="N", help="of each job (default: 80)")
+    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each job (default: 200)")
     parser.add_argument(
         "--mtbf", type=float, default=25.0, metavar="S", help="mean seconds between kills (default: 25)"
     )
-    parser.add_argument("--repeats", type=int, default=2, metavar="R", help="schedules of kills (default: 2)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="R", help="schedules of kills (default: 1)")
     parser.add_argument(
         "--links", type=float, nargs="*", default=list(RATES), metavar="MBIT",
         help="rates of links; 0: no limit (default: 0 1000 400 100)",
@@ -260,8 +264,7 @@ class Runs:
         """
         failures: Sequence[Failure] = ()
         if planned.schedule:
-            until_s = 100.0 * planned.iterations
-            failures = FailureModel(planned.mtbf_s, RANKS).draw(until_s, planned.schedule)
+            failures = kills(planned.mtbf_s, until_s=100.0 * planned.iterations, seed=planned.schedule)
         run_dir = run_dir or self.folder / "running" / "run"
         shutil.rmtree(run_dir.parent, ignore_errors=True)
         run_dir.parent.mkdir()
@@ -269,6 +272,21 @@ class Runs:
             return _job(
                 cluster, run_dir, name=name, iterations=planned.iterations, failures=failures, seen=seen(cluster)
             )
+
+
+def kills(mtbf_s: float, until_s: float, seed: int) -> list[Failure]:
+    """Return kills of one rank each: one in each ``mtbf_s`` seconds, at a random moment of them.
+
+    Jobs of a few minutes have few kills. With one in each span of time, all jobs have about the same number of them.
+
+    Args:
+        mtbf_s: mean seconds between kills.
+        until_s: seconds of training that the kills cover.
+        seed: seed of the random moments and ranks.
+    """
+    random = np.random.default_rng(seed)
+    spans = math.ceil(until_s / mtbf_s)
+    return [Failure(mtbf_s * (span + random.random()), (int(random.integers(RANKS)),)) for span in range(spans)]
 
 
 @contextmanager

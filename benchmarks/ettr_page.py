@@ -22,10 +22,8 @@ It is a little more than --moevement-overhead-cap, because measurements have noi
 """
 
 
-HALVED_AT = 40
+HALVED_AT = 80
 """Iteration in which links become half as fast. The size of windows no longer changes by then."""
-HALVED_TIMES = 3
-"""Factor by which a job with halved links is longer than other jobs, because its last windows are long."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def page(jobs: Jobs, measured: str) -> str:
 Each job trains the laptop preset (pipeline 2 x expert/data 2) with one rank on each of four nodes, and two spare nodes. The
 nodes are network namespaces of one machine under Slurm. `tc tbf` limits each link in both directions, and training sends
 activations and gradients over the same links. A job has {jobs.iterations} iterations. Each strategy chooses its windows and intervals
-(`--moevement-window auto`). In jobs with kills, SIGKILL ends a rank every {jobs.mtbf_s:g} s of the wall clock on average. All
-strategies have the same {jobs.schedules} schedules of kills.{_missing(jobs)}
+(`--moevement-window auto`). In jobs with kills, SIGKILL ends one rank in each {jobs.mtbf_s:g} s of the wall clock, at a
+random moment of them. All strategies have the same kills{_schedules(jobs)}.{_missing(jobs)}
 
 - *interval*: iterations from one window or checkpoint to the next, at the end of the job; "3 of 26" means three snapshots.
 - *overhead*: cost of saving that the job itself had measured at its end, with a 95% interval. The job compares iterations
@@ -90,7 +88,8 @@ strategies have the same {jobs.schedules} schedules of kills.{_missing(jobs)}
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
   `benchmarks/laptop_profile.yaml`). The times to notice and regroup come from the jobs of all *other* strategies over the same
   links. The slow-down by copies comes from the overheads of all other strategies over all links: two factors, one for copies to
-  the host and one for copies to peers, fitted by least squares. The interval of saving comes from the job itself: at its kills, or at its end.
+  the host and one for copies to peers, fitted by least squares. The job itself gives its windows, the iteration at each kill,
+  and the time of an iteration.
 - *repeated*: iterations that all jobs of the row executed again, together. *notice*, *regroup* and *run again*: median
   seconds of a failure.
 
@@ -102,7 +101,7 @@ strategies have the same {jobs.schedules} schedules of kills.{_missing(jobs)}
 
 ## A link that becomes half as fast
 
-Links become half as fast in iteration {HALVED_AT} of {HALVED_TIMES * jobs.iterations}. *before*: the overhead that the job had measured last before that.
+Links become half as fast in iteration {HALVED_AT} of {jobs.iterations}. *before*: the overhead that the job had measured last before that.
 *after*: the overhead that it had measured at its end. A job forgets its measurements whenever its windows change.
 
 {table(("link", "strategy", "interval before", "overhead before", "interval after", "overhead after"), _halved(jobs))}
@@ -135,6 +134,11 @@ def _missing(jobs: Jobs) -> str:
     if not jobs.missing:
         return ""
     return f"\n\n**Not measured yet**, {len(jobs.missing)} jobs: {'; '.join(jobs.missing)}."
+
+
+def _schedules(jobs: Jobs) -> str:
+    """Return words that say how many schedules of kills there are; empty for a single one."""
+    return "" if jobs.schedules == 1 else f", in {jobs.schedules} schedules"
 
 
 def _name(rate: float) -> str:

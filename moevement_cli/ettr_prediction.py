@@ -8,8 +8,9 @@ not use the results that it predicts:
   training. The simulator calls the two ``interference`` and ``contention``. A least-squares fit finds both from the
   overheads that jobs over links of all rates measured.
 
-Only the interval of saving comes from the predicted job. The simulator predicts the rest: the cost of saving, the
-iterations that a failure rolls back, and the time to recompute these iterations.
+Three inputs come from the predicted job: its windows, the iterations in which ranks were killed, and the time of an
+iteration, which shows how fast the machine was. The simulator predicts the rest: the cost of saving, the iterations
+that a failure rolls back, and the time to recompute these iterations.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moevement_cli.ettr_failures import Kill, Phase, lost_s
 from moevement_cli.ettr_samples import FREE, Sample, saving_costs
 from moevement_core.replication.spread import LINK_SHARE, TIME_SHARE
-from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
     CheckFreq,
@@ -38,7 +39,6 @@ from moevement_core.simulator.strategies import (
     Redo,
     Strategy,
 )
-from moevement_core.simulator.training import train
 
 LIVE = Optimizations(skips_replicated=False, uses_bubbles=False)
 """Techniques of the strategy MoEtion that real jobs use; the simulator assumes no others for predictions.
@@ -105,7 +105,7 @@ def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
         [
             sample
             if sample.strategy == FREE
-            else replace(sample, predicted=_ettr(_calibrated(jobs, sample.strategy, measured), sample, jobs.scale))
+            else replace(sample, predicted=_ettr(_calibrated(jobs, sample.strategy, measured), sample, jobs))
             for sample in jobs.samples
         ]
         for jobs in links
@@ -132,13 +132,10 @@ class Measured:
 
 def _measured(jobs: OverLinks) -> Iterator[Measured]:
     """Yield a row for each strategy whose cost the jobs measured."""
-    costs_of = saving_costs(jobs.samples)
-    # The intervals of a job without kills are those with which it measured its cost.
-    calmest = sorted(jobs.samples, key=lambda sample: sample.mtbf_s is not None)
-    for name, cost in costs_of.items():
+    for name, cost in saving_costs(jobs.samples).items():
         if name not in SIMULATED:
             continue
-        sample = next(sample for sample in calmest if sample.strategy == name)
+        sample = _least_disturbed(jobs, name)
         unslowed, with_copies, with_sends = (
             _share(jobs, sample, slowing) for slowing in (Slowing(0.0, 0.0), Slowing(1.0, 0.0), Slowing(0.0, 1.0))
         )
@@ -148,9 +145,21 @@ def _measured(jobs: OverLinks) -> Iterator[Measured]:
         )  # fmt: skip
 
 
+def _least_disturbed(jobs: OverLinks, name: str) -> Sample:
+    """Return the sample of a job of strategy ``name``, of one without kills if there is one.
+
+    The windows of this job are those with which :func:`saving_costs` measured the cost of the strategy.
+    """
+    return min((sample for sample in jobs.samples if sample.strategy == name), key=lambda it: it.mtbf_s is not None)
+
+
 def _share(jobs: OverLinks, sample: Sample, slowing: Slowing) -> float:
     """Return the simulated cost of saving of a job, as a share of training time."""
-    strategy = _strategy(_slowed(_at_speed(jobs), slowing), sample, math.inf)
+    return _overhead(_strategy(_slowed(_at_speed(jobs), slowing), sample, math.inf))
+
+
+def _overhead(strategy: Strategy) -> float:
+    """Return the simulated cost of saving as a share of training time."""
     return strategy.overhead_s / strategy.costs.iteration_s
 
 
@@ -209,18 +218,27 @@ def _slowed(scenario: Scenario, slowing: Slowing) -> Scenario:
 
 
 def _strategy(scenario: Scenario, sample: Sample, mtbf_s: float) -> Strategy:
-    """Return the simulated strategy of a job, with the window or interval of the job.
+    """Return the simulated strategy with the windows that a job had at its end."""
+    return _with_windows(scenario, sample.strategy, snapshots=sample.snapshots, interval=sample.interval, mtbf_s=mtbf_s)
+
+
+def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, mtbf_s: float) -> Strategy:
+    """Return a simulated strategy.
 
     In a real job, a sender takes a larger share of its link if the sends would otherwise not end in time. The returned
     strategy has this share.
+
+    Args:
+        scenario: scenario of the job.
+        name: name of the job's strategy.
+        snapshots: number of snapshots of a window.
+        interval: iterations from one window to the next, or from one checkpoint to the next.
+        mtbf_s: mean seconds between failures, for the speed of the machine in the profile.
     """
-    # Intervals change during a job. Those at the moments of kills decide how many iterations are repeated.
-    interval = sample.interval_when_killed or sample.interval
-    snapshots = sample.snapshots_when_killed or sample.snapshots
-    if sample.strategy in SPARSE:
+    if name in SPARSE:
         saved = replace(scenario.checkpointing, window=snapshots or None, period=max(interval, snapshots) or None)
         scenario = replace(scenario, checkpointing=saved)
-    build = SIMULATED[sample.strategy]
+    build = SIMULATED[name]
     strategy = build(scenario.costs(), mtbf_s, max(1, interval))
     cluster = scenario.cluster
     seconds = cluster.link_s(scenario.checkpointing.replicas * strategy.sent_bytes)
@@ -230,7 +248,28 @@ def _strategy(scenario: Scenario, sample: Sample, mtbf_s: float) -> Strategy:
     return build(replace(scenario, cluster=replace(cluster, network_share=needed)).costs(), mtbf_s, max(1, interval))
 
 
-def _ettr(scenario: Scenario, sample: Sample, scale: float) -> float:
-    strategy = _strategy(scenario, sample, (sample.mtbf_s or math.inf) / scale)
-    failures = [Failure(at_s / scale, tuple(ranks)) for at_s, ranks in sample.kills]
-    return train(strategy, failures, sample.training_s / scale).ettr
+def _ettr(scenario: Scenario, sample: Sample, jobs: OverLinks) -> float:
+    """Return the ETTR of a job: the simulated share of time that failures leave, divided by 1 + the cost of saving."""
+    overhead = _overhead(_strategy(scenario, _least_disturbed(jobs, sample.strategy), math.inf))
+    if not sample.kills:
+        return 1 / (1 + overhead)
+    last = _strategy(scenario, sample, math.inf)
+    # The machine's speed varies from job to job, so the job's own iterations say how long simulated seconds are.
+    scale = sample.iteration_s / (last.costs.iteration_s + last.overhead_s)
+    mtbf_s = (sample.mtbf_s or math.inf) / scale
+    phases = [
+        Phase(
+            first,
+            _with_windows(scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s),
+        )
+        for first, snapshots, interval in sample.windows or [[0, sample.snapshots, sample.interval]]
+    ]
+    for phase in phases:
+        phase.strategy.begin(sample.iterations)
+    each_s = sample.iteration_s / scale
+    committed = sample.killed_at or [int(at_s / scale / each_s) for at_s, _ in sample.kills]
+    kills = [
+        Kill(newest, at_s / scale, tuple(ranks)) for newest, (at_s, ranks) in zip(committed, sample.kills, strict=True)
+    ]
+    work_s = sample.iterations * each_s
+    return work_s / (work_s + lost_s(phases, kills)) / (1 + overhead)

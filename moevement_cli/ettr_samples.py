@@ -85,10 +85,14 @@ class Sample:
 
     If a further failure comes before the job has committed a new iteration, the two failures have one entry.
     """
-    interval_when_killed: int = 0
-    """Median of :attr:`interval` over the moments of all kills. 0: the job had no kill."""
-    snapshots_when_killed: int = 0
-    """Median of :attr:`snapshots` over the moments of all kills. 0: the job had no kill."""
+    windows: list[list[int]] = field(default_factory=list)
+    """Windows that the job had in turn, as its plans recorded them.
+
+    Each entry has the iteration from which on windows had this form, the number of snapshots of a window, and the
+    iterations from one window to the next.
+    """
+    killed_at: list[int] = field(default_factory=list)
+    """Newest committed iteration at each of :attr:`kills`."""
 
     @property
     def available(self) -> float:
@@ -172,21 +176,22 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
         overhead_low=None if measured is None else measured.low,
         overhead_high=None if measured is None else measured.high,
         lost_s=_lost_s(metrics, [failure["failed_at"] for failure in failures], iteration_s),
-        interval_when_killed=_when_killed(job, metrics, "window"),
-        snapshots_when_killed=_when_killed(job, metrics, "window_snapshots"),
+        windows=[
+            [event["iteration"], event["snapshots"], event["window"]]
+            for event in job.record.events()
+            if event["event"] == "plan"
+        ],
+        killed_at=_killed_at(job, metrics),
     )  # fmt: skip
 
 
-def _when_killed(job: KilledJob, metrics: Sequence[dict[str, Any]], name: str) -> int:
-    """Return the median of the values that metric ``name`` had at the kills; 0 without kills.
-
-    The value at a kill is that of the newest line of metrics before the kill.
-    """
-    values = [
-        next((int(line.get(name) or 0) for line in reversed(metrics) if line["time"] <= job.began_at + kill.at_s), 0)
-        for kill in job.kills
+def _killed_at(job: KilledJob, metrics: Sequence[dict[str, Any]]) -> list[int]:
+    """Return the newest committed iteration at each kill, that of the newest line of metrics before the kill."""
+    times = [job.began_at + kill.at_s for kill in job.kills]
+    return [
+        next((int(line["iteration"]) for line in reversed(metrics) if line["time"] <= killed_s), 0)
+        for killed_s in times
     ]
-    return round(statistics.median(values)) if values else 0
 
 
 def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:

@@ -33,6 +33,7 @@ class OverheadMeter:
         self.is_measuring = True
         """True if background work pauses in some iterations; False if a benchmark switches saving on and off."""
         self._iteration = -1
+        self._is_settling = False
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False
 
@@ -71,7 +72,8 @@ class OverheadMeter:
         has_lasted = self._pause.end()
         if iteration != self._iteration or (self._is_quiet and not has_lasted):
             return
-        if iteration <= self._began_at + SETTLING:
+        is_settling, self._is_settling = self._is_settling, False
+        if is_settling or iteration <= self._began_at + SETTLING:
             return
         self._estimate.add(
             Timed(
@@ -96,7 +98,11 @@ class OverheadMeter:
         return self._estimate.evidence()
 
     def forget(self) -> None:
-        """Discard the measured cost, because the saved bytes or the links have changed."""
+        """Discard the measured cost, because the windows have changed; called before the iteration begins.
+
+        The estimate leaves out this iteration, in which ranks decide on the windows and allocate memory for them.
+        """
+        self._is_settling = True
         self._estimate.forget()
 
     def measured(self) -> Overhead | None:

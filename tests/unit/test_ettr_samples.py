@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ettr import RATES, STRATEGIES, Measuring, write
+from benchmarks.ettr import RATES, STRATEGIES, Measuring, kills, write
 from benchmarks.ettr_page import CAP, Halved, Jobs, page
 from benchmarks.ettr_results import Planned, Results
 from moevement_cli.ettr_samples import (
@@ -18,8 +18,8 @@ from moevement_cli.ettr_samples import (
     NEVER,
     Sample,
     SavingCost,
+    _killed_at,
     _lost_s,
-    _when_killed,
     ettr_of,
     rows_of,
     saving_costs,
@@ -63,11 +63,11 @@ def test_failures_that_meet_are_one_loss_and_one_after_the_end_is_none() -> None
     assert _lost_s(lines, [2.5, 5.0, 11.0], 1.0) == [6.0]
 
 
-def test_intervals_are_those_at_the_kills(tmp_path: Path) -> None:
+def test_kills_have_the_iteration_before_them(tmp_path: Path) -> None:
     job = KilledJob(RunRecord(tmp_path), began_at=100.0, kills=[Failure(at_s, (1,)) for at_s in (0.5, 2.5, 9.0)])
-    lines = [{"time": 100.0 + second, "window": 2 * second} for second in (1, 2, 3, 4)]
-    assert _when_killed(job, lines, "window") == 4, "0 before the first line, then 4 and 8"
-    assert _when_killed(replace(job, kills=[]), lines, "window") == 0
+    lines = [{"time": 100.0 + second, "iteration": 2 * second} for second in (1, 2, 3, 4)]
+    assert _killed_at(job, lines) == [0, 4, 8]
+    assert _killed_at(replace(job, kills=[]), lines) == []
 
 
 def test_what_saving_costs_is_measured_where_nobody_is_disturbed() -> None:
@@ -158,5 +158,12 @@ def test_the_page_is_written_from_what_there_is(tmp_path: Path) -> None:
 def test_jobs_without_which_others_say_least_come_first() -> None:
     planned = Measuring(80, MTBF_S, 2, RATES, STRATEGIES).planned()
     assert len(planned) == len(set(planned)) == 4 * 9 + 4 * 8 * 2 + 3 * 3
-    assert [job.schedule for job in planned[:36]] == [0] * 36
+    assert [job.schedule for job in planned[: 4 * 9 + 3 * 3]] == [0] * (4 * 9 + 3 * 3)
     assert {job.schedule for job in planned[-32:]} == {2}
+
+
+def test_each_span_of_time_has_one_kill() -> None:
+    drawn = kills(MTBF_S, until_s=500.0, seed=3)
+    assert [int(kill.at_s // MTBF_S) for kill in drawn] == list(range(20))
+    assert {rank for kill in drawn for rank in kill.nodes} == {0, 1, 2, 3}
+    assert kills(MTBF_S, until_s=500.0, seed=3) == drawn != kills(MTBF_S, until_s=500.0, seed=4)

@@ -105,3 +105,16 @@ def test_threads_look_seldom_at_a_pause_that_lasts_and_soon_at_a_short_one() -> 
         pause.begin(60.0, expected_s)
         steps.append(pause.step_s)
     assert steps == [SHORTEST_STEP_S, SHORTEST_STEP_S, pytest.approx(0.012), LONGEST_STEP_S]
+
+
+def test_an_iteration_in_which_windows_change_does_not_count() -> None:
+    meter = OverheadMeter(0, Pause())
+    changed_at = WARM_UP + 9
+    for iteration in range(1, WARM_UP + 16):
+        if iteration == changed_at:
+            meter.forget()
+        meter.begin(iteration, begin_s=50.0 if iteration == changed_at else 0.1, policy_s=0.0)
+        meter.end(iteration, step_s=1.0, stall_s=0.0, digest_cpu_s=0.0, send_cpu_s=0.0)
+    measured = meter.measured()
+    assert measured is not None
+    assert measured.copy == pytest.approx(0.1)

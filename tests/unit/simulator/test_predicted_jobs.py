@@ -54,8 +54,12 @@ def test_windows_of_jobs_that_rest_are_simulated_as_they_are() -> None:
         for name, interval in (("moevement", 2), ("moevement", 50))
     )
     assert often > rarely
-    job = replace(_sample("moevement", kill), snapshots=1, interval=50)
-    assert _predicted([replace(job, interval_when_killed=2, snapshots_when_killed=1)]) == [often]
+    job = replace(_sample("moevement", kill), snapshots=1, interval=50, killed_at=[23])
+    just_before = _predicted([replace(job, windows=[[0, 8, 8], [20, 1, 50]])])[0]
+    long_before = _predicted([replace(job, windows=[[0, 1, 50]])])[0]
+    assert just_before > long_before
+    unchanged = _predicted([replace(job, windows=[[0, 1, 50], [40, 1, 2]])])[0]
+    assert unchanged == long_before, "windows after a kill do not matter to it"
 
 
 def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:

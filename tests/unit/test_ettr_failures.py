@@ -1,0 +1,49 @@
+"""Simulated cost of kills in a job whose windows changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from moevement_cli.ettr_failures import INTO, Kill, Phase, lost_s
+from moevement_cli.simulate import SCENARIOS
+from moevement_core.simulator.scenario import load
+from moevement_core.simulator.strategies import CheckFreq, Costs, MoEvement
+
+
+@pytest.fixture(scope="module")
+def costs() -> Costs:
+    return load(SCENARIOS / "laptop.yaml").costs()
+
+
+def cost(phases: list[Phase], *kills: tuple[int, float]) -> float:
+    return lost_s(phases, [Kill(committed, at_s, (1,)) for committed, at_s in kills])
+
+
+def replayed(costs: Costs, phases: list[Phase], committed: int) -> float:
+    """Return the number of iterations that a job with CheckFreq repeats after a kill."""
+    strategy = phases[-1].strategy
+    fixed_s = costs.detect_s + costs.regroup_s + strategy.fetch_s + INTO * costs.iteration_s
+    return (cost(phases, (committed, 10.0)) - fixed_s) / strategy.replay_iteration_s((1,))
+
+
+def test_a_kill_repeats_the_iterations_since_the_newest_checkpoint_of_any_phase(costs: Costs) -> None:
+    often, rarely = CheckFreq(costs, 4), CheckFreq(costs, 50)
+    assert often.lag < 4
+    assert replayed(costs, [Phase(0, rarely)], 47) == pytest.approx(47)
+    assert replayed(costs, [Phase(0, often)], 47) < 8
+    assert replayed(costs, [Phase(0, often), Phase(40, rarely)], 47) == pytest.approx(7)
+    assert 0 < replayed(costs, [Phase(0, rarely), Phase(42, often)], 47) <= 5
+
+
+def test_a_job_without_a_complete_window_goes_back_to_its_start(costs: Costs) -> None:
+    windows = MoEvement(costs)
+    at_start, later = (cost([Phase(0, windows)], (committed, 10.0)) for committed in (0, costs.plan.size - 1))
+    assert 0 < at_start < later
+
+
+def test_a_kill_during_a_recovery_begins_it_anew(costs: Costs) -> None:
+    phases = [Phase(0, CheckFreq(costs, 4))]
+    alone = cost(phases, (20, 10.0))
+    assert cost(phases, (20, 10.0), (20, 10.1)) == pytest.approx(alone + 0.1)
+    assert cost(phases, (20, 10.0), (20, 10.0 + 2 * alone)) == pytest.approx(2 * alone)
+    assert cost(phases) == 0.0
