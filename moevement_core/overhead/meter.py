@@ -13,8 +13,11 @@ PAUSE_LIMIT = 3.0
 The estimate leaves out an iteration in which a pause ended early.
 """
 SETTLING = 2
-"""Number of iterations at the start of a job that the estimate leaves out. They compile code and allocate memory. The
-first of them also captures a whole window."""
+"""Number of iterations that the estimate leaves out when a job starts, and after a failure.
+
+A new process compiles code and allocates memory in them, and all other ranks wait for it. The first iteration of a job
+also captures a whole window.
+"""
 FIRST_LIMIT_S = 60.0
 """Seconds after which a pause ends while the length of an iteration is unknown."""
 
@@ -33,7 +36,7 @@ class OverheadMeter:
         self.is_measuring = True
         """True if background work pauses in some iterations; False if a benchmark switches saving on and off."""
         self._iteration = -1
-        self._is_settling = False
+        self._settling, self._is_changed = SETTLING, False
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False
 
@@ -70,10 +73,11 @@ class OverheadMeter:
                 such work.
         """
         has_lasted = self._pause.end()
-        if iteration != self._iteration or (self._is_quiet and not has_lasted):
+        if iteration != self._iteration:
             return
-        is_settling, self._is_settling = self._is_settling, False
-        if is_settling or iteration <= self._began_at + SETTLING:
+        is_left_out = self.is_settling or self._is_changed or (self._is_quiet and not has_lasted)
+        self._settling, self._is_changed = max(0, self._settling - 1), False
+        if is_left_out:
             return
         self._estimate.add(
             Timed(
@@ -84,9 +88,17 @@ class OverheadMeter:
         )  # fmt: skip
 
     def interrupted(self) -> None:
-        """End the pause of background work, and leave out the iteration that an exception has just interrupted."""
+        """End the pause of background work, and leave out the iteration that an exception has just interrupted.
+
+        The estimate also leaves out the first iterations after the recovery.
+        """
         self._pause.end()
-        self._iteration = -1
+        self._iteration, self._settling = -1, SETTLING
+
+    @property
+    def is_settling(self) -> bool:
+        """True if the current iteration is one of the first after the start of the job, or after a failure."""
+        return self._settling > 0
 
     @property
     def quiet_s(self) -> float | None:
@@ -102,7 +114,7 @@ class OverheadMeter:
 
         The estimate leaves out this iteration, in which ranks decide on the windows and allocate memory for them.
         """
-        self._is_settling = True
+        self._is_changed = True
         self._estimate.forget()
 
     def measured(self) -> Overhead | None:

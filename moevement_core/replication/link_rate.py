@@ -23,23 +23,31 @@ class LinkRate:
         A send is usually slower than its link, because senders spread snapshots over time. If a sender has learned the
         rate of its link, this method uses that rate instead of the measured rate of the sends.
 
-        If a peer has acknowledged nothing since the last call, its link is too slow, but the sends do not show by how
-        much. The result is then half of the smaller of two numbers: the last result, and ``needed_bytes_per_s``.
+        If a peer has acknowledged nothing since the last call, although a snapshot waits for it, its link is too slow,
+        but the sends do not show by how much. The result is then half of the smaller of two numbers: the last result,
+        and ``needed_bytes_per_s``.
+
+        A peer to which nothing was sent, for example in a new generation, counts as fast as the other peers. If nothing
+        was sent to any peer, the last result stays.
 
         Args:
             senders: one sender for each peer.
             needed_bytes_per_s: mean bytes per second that the links to all peers together have to carry now.
         """
-        rates = []
+        rates, is_silent = list[float](), False
         for sender in senders:
             nbytes, seconds = self._before.get(sender, (0, 0.0))
             if sender.send_s > seconds:
                 measured = (sender.sent_bytes - nbytes) / (sender.send_s - seconds)
                 learned = sender.spread.link_bytes_per_s
                 rates.append(learned if math.isfinite(learned) else measured)
+            else:
+                is_silent = is_silent or sender.is_awaited
             self._before[sender] = (sender.sent_bytes, sender.send_s)
-        if len(rates) < len(senders):
+        if is_silent:
             self._bytes_per_s = min(self._bytes_per_s, needed_bytes_per_s) / 2
-        else:
-            self._bytes_per_s = sum(rates) if rates else math.inf
+        elif rates:
+            self._bytes_per_s = sum(rates) * len(senders) / len(rates)
+        elif not senders:
+            self._bytes_per_s = math.inf
         return self._bytes_per_s

@@ -112,8 +112,8 @@ class Sender:
         """Payload bytes of the newest send."""
         self.cpu_s = 0.0
         """Processor seconds of the sender's thread so far."""
-        self._delivered = self._taken = 0
-        """Number of snapshots queued so far, and number of snapshots that the thread has begun to send so far."""
+        self._delivered = self._taken = self._ended = 0
+        """Numbers of snapshots so far: queued, begun to send, and ended, because the peer has them or never will."""
         self._waiting_since_s: float | None = None
         self._abandoned = False
         self._answered = threading.Event()
@@ -132,6 +132,11 @@ class Sender:
         """Seconds since the sender began to wait for an answer; 0 if it waits for none."""
         since = self._waiting_since_s
         return time.monotonic() - since if since is not None else 0.0
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a snapshot waits for the peer: it is queued, or the peer has not acknowledged it."""
+        return self._delivered > self._ended
 
     @property
     def backlog(self) -> int:
@@ -194,6 +199,7 @@ class Sender:
                 if isinstance(job, Delivery):
                     self._taken += 1
                     self._deliver(job)
+                    self._ended += 1
                     continue
                 self._say_urgent()
                 if job is _URGENT:

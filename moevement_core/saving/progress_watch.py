@@ -49,11 +49,17 @@ class ProgressWatch:
         """Forget which peers were silent, because a new generation has other peers."""
         self._silent.clear()
 
-    def look(self, committed: int, senders: Sequence[Sender]) -> None:
-        """Check peers, persistence and cost before the iteration after ``committed``."""
+    def look(self, committed: int, senders: Sequence[Sender], worth: float = 0.0) -> None:
+        """Check peers, persistence and cost before the iteration after ``committed``.
+
+        Args:
+            committed: last committed iteration.
+            senders: senders of this rank's copies.
+            worth: share of training time that saving should cost because ranks fail. The watch warns of no cost below.
+        """
         self._watch_peers(senders)
         self._watch_persistence(committed)
-        self._watch_cost(committed)
+        self._watch_cost(committed, worth)
         self._announce(len(senders))
 
     def _watch_peers(self, senders: Sequence[Sender]) -> None:
@@ -88,12 +94,12 @@ class ProgressWatch:
         )
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 
-    def _watch_cost(self, committed: int) -> None:
+    def _watch_cost(self, committed: int, worth: float) -> None:
         """Warn if saving costs more than the cap allows, for example because flags fix the window."""
         if self._meter is None or self._cap_watch is None or committed % RECENT:
             return
         evidence = self._meter.evidence()
-        if not self._cap_watch.has_passed(evidence):
+        if not self._cap_watch.has_passed(evidence, worth):
             return
         schedule, cap = self._checkpointer.history.newest, self._cap_watch.cap
         text = (

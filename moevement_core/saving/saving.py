@@ -177,6 +177,7 @@ class Saving:
             allowed=self.allowed, report=self.reports.report,
             sent_bytes=0 if strategy.rolls_back_all else self._binding.sent_bytes, asked_window=config.strategy.window,
             to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
+            default_cap=config.strategy.default_cap,
         )  # fmt: skip
         if policy is not None:
             windows.join(policy)

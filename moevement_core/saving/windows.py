@@ -30,6 +30,7 @@ from moevement_core.replication.link_rate import LinkRate
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
+from moevement_core.restart.generation import generation
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.snapshot.agreement import MOST_PERIOD, NONE
 from moevement_core.strategies import Measured, Proposal, Strategy
@@ -80,6 +81,8 @@ class WindowDecisions:
         sent_bytes: bytes that this rank adds to the boundary log in an iteration.
         to_disk: True if windows are written to disk.
         began_at: iteration that the job started from.
+        default_cap: share of training time that saving may cost, or more while ranks fail often. None: failures do not
+            change what it may cost.
     """
 
     def __init__(
@@ -97,11 +100,14 @@ class WindowDecisions:
         asked_window: int | None,
         to_disk: bool,
         began_at: int,
+        default_cap: float | None = None,
     ) -> None:
         self.strategy, self.topology, self._budget, self._meter = strategy, topology, budget, meter
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
-        self._began_at = began_at
+        self._began_at, self._default_cap = began_at, default_cap
+        self.worth = 0.0
+        """Share of training time that saving should cost because ranks fail, at the last decision; 0.0 if unknown."""
         self._counters = [counter for counter in (counts, room) if counter is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
         self._sums: list[tuple[torch.Tensor, Callable[[], None]]] = []
@@ -326,7 +332,7 @@ class WindowDecisions:
         strategy, history = self.strategy, checkpointer.history
         old = history.newest
         measured = not strategy.settled and self._is_due(old, boundary)
-        sizes = self._measured_windows(old, checkpointer, senders) if measured else None
+        sizes = self._measured_windows(old, boundary, checkpointer, senders) if measured else None
         self._decided_at = len(self._steps)
         proposal = strategy.propose(old, sizes)
         self.windows += 1
@@ -360,9 +366,11 @@ class WindowDecisions:
             self._meter.forget()  # other windows have another cost
         if is_other and measured and self.topology.rank == 0:
             rest = f", every {chosen.size} iterations," if chosen.size > chosen.snapshots else ""
+            is_failing = self._default_cap is not None and self.worth > self._default_cap
+            why = f", because a rank failed every {self._failures_every(boundary):.0f} iterations" if is_failing else ""
             log.info(
                 f"windows of {counted(chosen.snapshots, 'snapshot')}{rest} from iteration {schedule.start} on, "
-                "chosen from measurements"
+                f"chosen from measurements{why}"
             )
 
     def _is_change(self, proposal: Proposal) -> bool:
@@ -455,7 +463,7 @@ class WindowDecisions:
         )
 
     def _measured_windows(
-        self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
+        self, now: Schedule, boundary: int, checkpointer: Checkpointer, senders: Sequence[Sender]
     ) -> tuple[int, ...] | None:
         """Return the window sizes that the strategy wants according to the measurements.
 
@@ -474,7 +482,9 @@ class WindowDecisions:
                 iteration_s, d2h_bytes_per_s=d2h, replication_bytes_per_s=network * NETWORK_HEADROOM,
                 replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_rate(),
                 delay_s=delay_s, logged_bytes=self._sent_bytes, cost=cost,
+                period=now.size, failures_every=self._failures_every(boundary),
             )  # fmt: skip
+            self.worth = measured.worth
             own = self.strategy.wanted_sizes(now, measured)
         most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
         sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
@@ -482,6 +492,16 @@ class WindowDecisions:
         self.topology.channels.job_group.reduce(sizes, Reduction.MAX)
         agreed = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
         return agreed or None
+
+    def _failures_every(self, committed: int) -> float:
+        """Return the mean iterations between failures of the job; infinite if the cap on overhead always holds.
+
+        Each failure begins a new generation, and so does each change of an elastic job's size. All ranks are in the
+        same generation, so they return the same number.
+        """
+        now = generation()
+        failures = 0 if now is None or self._default_cap is None else now.roster.generation
+        return (committed - self._began_at) / failures if failures else math.inf
 
     def _cost_of_all(self) -> Evidence | None:
         """Return the mean cost of saving over the ranks that have measured it; None if no rank has.
@@ -502,7 +522,7 @@ class WindowDecisions:
         The delay counts from the last decision. Both numbers are 0.0 before enough iterations were measured. If saving
         ran in all iterations, the first number is the median of all iterations.
         """
-        steps = self._steps[2:]
+        steps = self._steps
         if not steps:
             return 0.0, 0.0
         quiet = [step.train_s for step in steps if not step.is_saving]

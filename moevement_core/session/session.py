@@ -151,7 +151,7 @@ class Session:
         self.binding.plan_exit(committed, is_winding_down=saving.checkpointer.progress.is_winding_down)
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
-        saving.watch.look(committed, saving.peers.senders)
+        saving.watch.look(committed, saving.peers.senders, saving.windows.worth)
         gradient_stall_s = saving.checkpointer.wait_for_gradient_copies(committed)  # the trainer clears gradients next
         self.totals.stall_s += gradient_stall_s
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
@@ -197,7 +197,8 @@ class Session:
         """
         progress = self.saving.checkpointer.progress
         is_saving = self.saving.checkpointer.is_saving
-        self.saving.windows.measured(step_s, progress.stall_s, is_saving=is_saving)
+        if not self.saving.meter.is_settling:
+            self.saving.windows.measured(step_s, progress.stall_s, is_saving=is_saving)
         self.saving.peers.end_iteration(is_saving=is_saving)
         saving = self.saving
         saving.meter.end(

@@ -116,7 +116,8 @@ class StrategyConfig:
     overhead_cap: float | None = flag(
         "--moevement-overhead-cap", type=float, metavar="F",
         help="share of training time that saving may cost. Unless windows or intervals are given, the job chooses them "
-        f"so that the measured cost stays below this share; not for moc and moetion (default: {OVERHEAD_CAP}; "
+        f"so that the measured cost stays below this share; not for moc and moetion (default: {OVERHEAD_CAP}, and "
+        "more while ranks fail so often that saving more costs less in all; "
         f"checkfreq: {CHECKFREQ_CAP}; gemini: no cap)",
     )  # fmt: skip
     window: int | None = flag(
@@ -237,6 +238,15 @@ class StrategyConfig:
         """Value of :attr:`cap`; None if the cost of this strategy is not limited, as with MoC-System."""
         keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
         return self.cap if keeps or self.overhead_cap is not None else None
+
+    @property
+    def default_cap(self) -> float | None:
+        """Default cap of a strategy that saves more while ranks fail often; None if the cap always holds.
+
+        A cap that the user gave always holds. So does that of CheckFreq, which has a rule of its own.
+        """
+        is_default = self.overhead_cap is None and self.name in (MoEvement.name, DenseToPeers.name)
+        return self.cap if is_default else None
 
     @property
     def only_to_disk(self) -> bool:

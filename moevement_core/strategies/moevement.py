@@ -77,23 +77,30 @@ class MoEvement(Strategy):
         W is the smallest number of snapshots in a window for which a rank can copy each snapshot from the device within
         one iteration. The period is the smallest number of iterations from the beginning of one window to the beginning
         of the next that links and the cap on overhead allow.
+
+        While the cost of saving is not measured, both numbers stay, unless links or copies need rarer windows. A
+        change would begin the measurement again.
         """
         assert isinstance(now, SparseSchedule)
-        return self.sizes(self._order(now), measured, now.mean_bytes)
+        size, period = self.sizes(self._order(now), measured, now.mean_bytes, now.window.size)
+        if measured.cost is None and period <= now.size:
+            return now.window.size, now.size
+        return size, period
 
-    def sizes(self, order: Order, measured: Measured, now_bytes: float) -> tuple[int, int]:
+    def sizes(self, order: Order, measured: Measured, now_bytes: float, now_size: int) -> tuple[int, int]:
         """Return W and the period for an order of the operators, as :meth:`wanted_sizes` explains.
 
         Args:
             order: order of the operators.
             measured: measurements of this rank.
             now_bytes: mean bytes that an iteration saves now, over a window.
+            now_size: snapshots of a window without gradients at present; 0 if windows have gradients.
         """
         if self.size is not None:
             return self.size, self.size
         window = choose_window(self.table, order, measured.copies, self.kind)
         window_bytes = float(window.slot_bytes.sum(axis=1).max())
-        to_save = measured.bytes_to_save(now_bytes, self.cap)
+        to_save = measured.bytes_to_save(now_bytes, self.cap, is_other_form=window.size != now_size)
         return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
-from moevement_core.overhead.cap import Evidence, factor
+from moevement_core.overhead.cap import Evidence, factor, safe_factor, worthwhile
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
@@ -44,6 +44,15 @@ class Measured:
     """Bytes that the boundary log copies from the device in an iteration."""
     cost: Evidence | None = None
     """Measured cost of saving, the same on all ranks; None before it is measured."""
+    period: int = 1
+    """Iterations from one window to the next, with which :attr:`cost` was measured."""
+    failures_every: float = math.inf
+    """Mean iterations between failures so far; infinite if failures do not matter to the cost that is allowed."""
+
+    @property
+    def worth(self) -> float:
+        """Share of training time that saving should cost because ranks fail; 0.0 if that is not known."""
+        return 0.0 if self.cost is None else worthwhile(self.cost, self.period, self.failures_every)
 
     @property
     def copies(self) -> Budget:
@@ -60,14 +69,17 @@ class Measured:
         """Bytes of snapshots that links carry to each peer in an iteration; infinite without peers."""
         return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
 
-    def bytes_to_save(self, now_bytes: float, cap: float) -> float:
+    def bytes_to_save(self, now_bytes: float, cap: float, *, is_other_form: bool = False) -> float:
         """Return the bytes that an iteration may save, limited by the links and by the cap on overhead.
 
         Args:
             now_bytes: mean bytes that an iteration saves now, over a window.
             cap: share of training time that saving may cost.
+            is_other_form: True if windows will have another number of snapshots, so that their cost is not known.
         """
-        return min(self.link_bytes, now_bytes * factor(self.cost, cap))
+        if is_other_form and self.worth <= cap:
+            return min(self.link_bytes, now_bytes * safe_factor(self.cost, cap))
+        return min(self.link_bytes, now_bytes * factor(self.cost, cap, self.worth))
 
 
 @dataclass(frozen=True, slots=True)

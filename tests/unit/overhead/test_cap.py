@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -14,8 +15,10 @@ from moevement_core.overhead.cap import (
     FEWEST_TO_GROW,
     LEAST_STEP,
     MOST_STEP,
+    MOST_STEP_FOR_FAILURES,
     Evidence,
     factor,
+    worthwhile,
 )
 
 CAP = 0.02
@@ -26,10 +29,10 @@ CAP = 0.02
     [
         (None, 1.0),
         (Evidence(0.5, 0.0, FEWEST_CLEAR - 1), 1.0),
-        (Evidence(0.2, 0.05, FEWEST_CLEAR), AIM * CAP / 0.2),
+        (Evidence(0.15, 0.04, FEWEST_CLEAR), AIM * CAP / 0.19),
         (Evidence(0.5, 0.24, FEWEST_CLEAR), 1.0),
         (Evidence(CLEAR * CAP, 0.0, FEWEST - 1), 1.0),
-        (Evidence(0.04, 0.001, FEWEST), AIM / 2),
+        (Evidence(0.04, 0.001, FEWEST), AIM * CAP / 0.041),
         (Evidence(5.0, 0.001, FEWEST), LEAST_STEP),
         (Evidence(0.04, 0.03, 16), 1.0),
         (Evidence(0.015, 0.001, 16), 1.0),
@@ -41,6 +44,34 @@ CAP = 0.02
 )
 def test_bytes_fall_above_the_cap_and_grow_below_half_of_it(evidence: Evidence | None, wanted: float) -> None:
     assert factor(evidence, CAP) == pytest.approx(wanted)
+
+
+def test_saving_and_repeated_iterations_together_cost_least_at_the_share_that_is_worthwhile() -> None:
+    cost, period, failures_every = 0.02, 31, 60.0
+
+    def in_all(factor: float) -> float:
+        return cost * factor + period / factor / (2 * failures_every)
+
+    worth = worthwhile(Evidence(cost, 0.0, 16), period, failures_every)
+    best = min((1 + step / 100 for step in range(2000)), key=in_all)
+    assert cost * best == pytest.approx(worth, rel=0.01)
+    assert worthwhile(Evidence(cost, 0.0, 16), period, math.inf) == 0.0
+    assert worthwhile(Evidence(-cost, 0.0, 16), period, failures_every) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("evidence", "worth", "wanted"),
+    [
+        (Evidence(0.02, 0.01, FEWEST_CLEAR), 0.07, 3.5),
+        (Evidence(0.02, 0.01, FEWEST_CLEAR - 1), 0.07, 1.0),
+        (Evidence(0.001, 0.01, FEWEST_CLEAR), 0.07, MOST_STEP_FOR_FAILURES),
+        (Evidence(0.06, 0.001, 16), 0.07, 1.0),
+        (Evidence(0.14, 0.0, FEWEST), 0.07, AIM / 2),
+        (Evidence(0.04, 0.0, FEWEST), CAP / 2, AIM / 2),
+    ],
+)
+def test_bytes_grow_above_the_cap_while_ranks_fail_often(evidence: Evidence, worth: float, wanted: float) -> None:
+    assert factor(evidence, CAP, worth) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moevement_core.device import CpuDevice
-from moevement_core.overhead.meter import OverheadMeter
+from moevement_core.overhead.meter import SETTLING, OverheadMeter
 from moevement_core.overhead.pause import LONGEST_STEP_S, SHORTEST_STEP_S, Pause
 from moevement_core.overhead.quiet import WARM_UP
 from moevement_core.snapshot.copies import Capture, copy_engine
@@ -118,3 +118,19 @@ def test_an_iteration_in_which_windows_change_does_not_count() -> None:
     measured = meter.measured()
     assert measured is not None
     assert measured.copy == pytest.approx(0.1)
+
+
+def test_the_first_iterations_after_a_failure_do_not_count() -> None:
+    meter = OverheadMeter(0, Pause())
+    failed_at = WARM_UP + 8
+    for iteration in range(1, WARM_UP + 20):
+        if iteration == failed_at:
+            meter.begin(iteration, 0.1, 0.0)
+            meter.interrupted()
+        assert meter.is_settling == (iteration <= SETTLING or 0 <= iteration - failed_at < SETTLING)
+        is_slow = meter.is_settling
+        meter.begin(iteration, begin_s=50.0 if is_slow else 0.1, policy_s=0.0)
+        meter.end(iteration, step_s=90.0 if is_slow else 1.0, stall_s=0.0, digest_cpu_s=0.0, send_cpu_s=0.0)
+    measured = meter.measured()
+    assert measured is not None
+    assert (measured.copy, measured.send) == pytest.approx((0.1, 0.0))

@@ -16,8 +16,8 @@ NEEDED = 8e6
 class OfferedState:
     """Stand-in for a sender, with nothing but its counters."""
 
-    def __init__(self) -> None:
-        self.sent_bytes, self.send_s, self.spread = 0, 0.0, Spread()
+    def __init__(self, *, is_awaited: bool = True) -> None:
+        self.sent_bytes, self.send_s, self.spread, self.is_awaited = 0, 0.0, Spread(), is_awaited
 
     def brings(self, nbytes: int, seconds: float) -> None:
         self.sent_bytes += nbytes
@@ -71,3 +71,16 @@ def test_what_senders_have_learned_of_their_link_counts_and_not_how_slowly_they_
     sender.spread.link_bytes_per_s = 50e6
     sender.brings(10_000_000, 1.0)
     assert taken(rate, sender) == pytest.approx(50e6)
+
+
+def test_a_peer_to_which_nothing_was_sent_is_not_silent() -> None:
+    rate, old = LinkRate(), OfferedState()
+    assert math.isinf(taken(rate, OfferedState(is_awaited=False)))
+    old.brings(10_000_000, 1.0)
+    taken(rate, old)
+    new = [OfferedState(is_awaited=False) for _ in range(2)]
+    assert [taken(rate, *new) for _ in range(3)] == [10e6] * 3, "a failure does not make links slower"
+    new[0].brings(4_000_000, 1.0)
+    assert taken(rate, *new) == pytest.approx(8e6)
+    new[1].is_awaited = True
+    assert taken(rate, *new) == pytest.approx(NEEDED / 2)

@@ -95,7 +95,7 @@ def test_gemini_chooses_when_it_knows_how_long_sending_has_to_wait() -> None:
 def test_gemini_keeps_to_a_cap_that_is_given() -> None:
     strategy = Gemini(TABLE, None, cap=0.02)
     now = DenseSchedule(TABLE, 5)
-    measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2, cost=Evidence(0.07, 0.001, 8))
+    measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2, cost=Evidence(0.07, 0.0, 8))
     size, window = strategy.wanted_sizes(now, measured)
     assert (size, window) == (25, 1), "a fifth of the bytes"
     assert strategy.propose(now, (size, 3)).schedules[0].size == 25
@@ -105,7 +105,7 @@ def test_gemini_keeps_to_a_cap_that_is_given() -> None:
 def test_dense_snapshots_become_rarer_where_they_cost_too_much() -> None:
     strategy = DenseToPeers(TABLE, None)
     now = strategy.first(0, most=6)
-    measured = Measured(1.0, BYTES / 1.0, BYTES * 100.0, 2, cost=Evidence(0.07, 0.001, 8))
+    measured = Measured(1.0, BYTES / 1.0, BYTES * 100.0, 2, cost=Evidence(0.07, 0.0, 8))
     assert (strategy.wanted_sizes(now, measured), strategy.wanted_sizes(now, replace(measured, cost=None))) == (
         (5 * FIRST_INTERVAL,), (FIRST_INTERVAL,),
     )  # fmt: skip

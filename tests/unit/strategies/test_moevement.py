@@ -28,15 +28,34 @@ def test_a_window_is_measured_unless_it_was_given() -> None:
     fixed, measured = MoEvement(TABLE, size=3), MoEvement(TABLE)
     assert (fixed.settled, measured.settled) == (True, False)
     first = measured.first(0, most=len(TABLE))
-    whole = TABLE.full.sum()
+    whole, now = TABLE.full.sum(), measured.propose(first, (1, 7)).schedules[0]
+    assert isinstance(now, SparseSchedule)
     for cost, allowed in (
-        (None, 1.0),
         (Evidence(0.001, 0.0, 8), MOST_STEP),
-        (Evidence(0.2, 0.01, 8), AIM * 0.02 / 0.2),
+        (Evidence(0.2, 0.01, 8), AIM * 0.02 / 0.21),
     ):
-        size, period = measured.wanted_sizes(first, replace(FAST, cost=cost))
+        size, period = measured.wanted_sizes(now, replace(FAST, cost=cost))
         assert size == 1, "copies from the device carry everything at once"
-        assert period == math.ceil(whole / (first.mean_bytes * allowed))
+        assert period == math.ceil(whole / (now.mean_bytes * allowed))
+
+
+def test_windows_stay_until_their_cost_is_known_unless_links_are_too_slow() -> None:
+    strategy = MoEvement(TABLE)
+    first = strategy.first(0, most=len(TABLE))
+    assert strategy.wanted_sizes(first, FAST) == (first.window.size, first.size)
+    carried = first.mean_bytes / 2
+    slow = replace(FAST, replication_bytes_per_s=carried)
+    assert strategy.wanted_sizes(first, slow) == (1, math.ceil(TABLE.full.sum() / carried))
+
+
+def test_the_cost_of_windows_of_another_form_is_not_known() -> None:
+    strategy = MoEvement(TABLE)
+    first = strategy.first(0, most=len(TABLE))
+    measured = replace(FAST, cost=Evidence(0.02, 0.01, 3))
+    _, careful = strategy.wanted_sizes(first, measured)
+    assert careful == math.ceil(TABLE.full.sum() / (first.mean_bytes * AIM * 0.02 / 0.03))
+    _, often = strategy.wanted_sizes(first, replace(measured, failures_every=10.0, period=100))
+    assert often < careful, "rarer windows would cost more while ranks fail often"
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
