@@ -82,26 +82,31 @@ class MoEvement(Strategy):
         change would begin the measurement again.
         """
         assert isinstance(now, SparseSchedule)
-        size, period = self.sizes(self._order(now), measured, now.mean_bytes, now.window.size)
+        size, period = self.sizes(now, self._order(now), measured)
         if measured.cost is None and period <= now.size:
             return now.window.size, now.size
         return size, period
 
-    def sizes(self, order: Order, measured: Measured, now_bytes: float, now_size: int) -> tuple[int, int]:
-        """Return W and the period for an order of the operators, as :meth:`wanted_sizes` explains.
+    def sizes(
+        self, now: SparseSchedule, order: Order, measured: Measured, *, has_gradients: bool = False
+    ) -> tuple[int, int]:
+        """Return W and the period for an order of the operators.
 
         Args:
+            now: schedule in force.
             order: order of the operators.
             measured: measurements of this rank.
-            now_bytes: mean bytes that an iteration saves now, over a window.
-            now_size: snapshots of a window without gradients at present; 0 if windows have gradients.
+            has_gradients: True if the snapshots of ``now`` have gradients, which the new ones do not have.
         """
         if self.size is not None:
             return self.size, self.size
         window = choose_window(self.table, order, measured.copies, self.kind)
         window_bytes = float(window.slot_bytes.sum(axis=1).max())
-        to_save = measured.bytes_to_save(now_bytes, self.cap, is_other_form=window.size != now_size)
-        return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
+        is_other_form = has_gradients or window.size != now.window.size
+        to_save = measured.bytes_to_save(now.mean_bytes, self.cap, is_other_form=is_other_form)
+        period = shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
+        # Windows of unknown cost do not come more often than the present ones.
+        return window.size, period if measured.cost is not None else max(period, now.size)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Propose a schedule with the W and period in ``sizes``; the alternative has the present W and period.

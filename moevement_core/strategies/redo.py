@@ -199,8 +199,8 @@ class Redo(Strategy):
         to_save = measured.bytes_to_save(now.mean_bytes, self.windows.cap)
         size = self._size(measured, to_save)
         self._why = self._sentence(size, measured, to_save)
-        now_size = 0 if isinstance(now, RedoSchedule) else now.window.size
-        return size, *self.windows.sizes(self._without(now).order, measured, now.mean_bytes, now_size)
+        has_gradients = isinstance(now, RedoSchedule)
+        return size, *self.windows.sizes(now, self._without(now).order, measured, has_gradients=has_gradients)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Propose a schedule with gradients if copies and links are fast enough, or if the user chose redo.

@@ -69,3 +69,12 @@ def test_a_window_that_was_asked_for_has_gradients_wherever_links_carry_them() -
     assert isinstance(decided(strategy, now, dear), RedoSchedule)
     slow = replace(QUICK, replication_bytes_per_s=GRADIENT / 2)
     assert not isinstance(decided(strategy, now, slow), RedoSchedule)
+
+
+def test_windows_without_gradients_come_no_more_often_while_their_cost_is_unknown() -> None:
+    strategy = Redo(TABLE, MoEvement(TABLE), is_chosen=False)
+    first = strategy.first(0, most=len(TABLE))
+    slow = replace(QUICK, d2h_bytes_per_s=GRADIENT / 2, replication_bytes_per_s=FULL)
+    chosen = decided(strategy, first, slow)
+    assert not isinstance(chosen, RedoSchedule)
+    assert chosen.size >= first.size
