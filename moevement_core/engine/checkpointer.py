@@ -30,7 +30,6 @@ from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
-from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
@@ -54,6 +53,7 @@ class Checkpointer:
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; they stay valid for the whole job.
+        own: snapshots of this rank; none has been captured yet.
         strategy: strategy that finds the runs from which the job can be restored.
         history: schedules of the job. The newest schedule decides the size of buffers.
         device: device of the live tensors.
@@ -70,12 +70,15 @@ class Checkpointer:
             copies of this run until a newer run is persisted.
         pause: switch that stops the digests of the capture thread in some iterations, so that the job can measure what
             saving costs. None: the digests never stop.
+        may_give_up_own: True if own snapshots that all peers hold may be dropped when host memory is used up.
+        give_up_log: function that frees the given number of bytes of the boundary log; without a log it does nothing.
     """
 
     def __init__(
         self,
         rank: int,
         states: Mapping[str, OperatorState],
+        own: OwnSnapshots,
         strategy: Strategy,
         history: ScheduleHistory,
         device: Device,
@@ -89,9 +92,10 @@ class Checkpointer:
         has: Copies | None = None,
         needed: tuple[int, int] = (NONE, NONE),
         pause: Pause | None = None,
+        may_give_up_own: bool = False,
+        give_up_log: Callable[[int], object] = lambda nbytes: None,
     ) -> None:
-        self.history, self.memory = history, memory
-        self.own = OwnSnapshots(Arena(device))
+        self.history, self.memory, self.own = history, memory, own
         self._keep_where_said([sender.peer for sender in senders])
         self.replicator = Replicator(self.own, senders, receivers, has or {})
         self.capturer = Capturer(
@@ -101,10 +105,7 @@ class Checkpointer:
         self.progress = Progress(persisted=self.lifetime.persisted)
         self._agreement, self._allowance = agreement, allowance
         self._report = report
-        self.may_give_up_own = False
-        """True if own snapshots that all peers hold may be dropped when host memory is used up."""
-        self.give_up_log: Callable[[int], object] = lambda nbytes: None
-        """Function that frees the given number of bytes of the boundary log; without a log it does nothing."""
+        self._may_give_up_own, self._give_up_log = may_give_up_own, give_up_log
         self._writer: WindowWriter | None = None
         self._written_from = NONE
         self.asked_bytes = 0
@@ -392,7 +393,7 @@ class Checkpointer:
         if not self._set_aside(here()):
             self._give_up_own()
         if not self._set_aside(here()):
-            self.give_up_log(int(here() - self._allowance.left_for(OWN)))
+            self._give_up_log(int(here() - self._allowance.left_for(OWN)))
             self._set_aside(here())
         self._ask_peers(at_peer)
 
@@ -540,9 +541,9 @@ class Checkpointer:
         return True
 
     def _give_up_own(self) -> None:
-        """Drop own copies that all peers hold, and keep none from now on, if :attr:`may_give_up_own` allows it."""
+        """Drop own copies that all peers hold, and keep none from now on, if the flags allow it."""
         has_copies = len(self.replicator.peers) >= FEWEST_COPIES
-        if not self.may_give_up_own or not self.memory.keeps_own_copies or not has_copies:
+        if not self._may_give_up_own or not self.memory.keeps_own_copies or not has_copies:
             return
         self.memory.keeps_own_copies = False
         self._keep_where_said(self.replicator.peers)

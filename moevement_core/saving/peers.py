@@ -18,7 +18,6 @@ from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import CopyReceiver, Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.topology.topology import Topology
 
 Copies = Mapping[int, Mapping[int, str]]
@@ -30,7 +29,7 @@ class Peers:
 
     Args:
         device: device that holds the rank's state.
-        own: function that returns this rank's snapshots.
+        own: snapshots of this rank.
         report: function that logs a line for the people who run the job.
         pace: object that finds times when training leaves the network idle, and lets senders send only then. None to
             send at any time.
@@ -41,7 +40,7 @@ class Peers:
     def __init__(
         self,
         device: Device,
-        own: Callable[[], OwnSnapshots],
+        own: OwnSnapshots,
         report: Callable[[str], None],
         pace: Pace | None = None,
         pause: Pause | None = None,
@@ -84,8 +83,8 @@ class Peers:
         receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
             Sender(
-                rank=topology.rank, peer=peer, transport=transport, kept=self._acknowledged, lost=self._undelivered,
-                report=self._report, pace=self._pace, pause=self._pause,
+                rank=topology.rank, peer=peer, transport=transport, kept=self._own.acknowledged,
+                lost=self._own.undelivered, report=self._report, pace=self._pace, pause=self._pause,
             )
             for peer in topology.peers[topology.rank]
         ]  # fmt: skip
@@ -167,12 +166,6 @@ class Peers:
             sender.abandon()
         for receiver in receivers:
             receiver.ended.wait()
-
-    def _acknowledged(self, snapshot: Snapshot, peer: int) -> None:
-        self._own().acknowledged(snapshot, peer)
-
-    def _undelivered(self, snapshot: Snapshot) -> None:
-        self._own().undelivered(snapshot)
 
 
 def ask_peers(topology: Topology, keeps: Copies) -> dict[int, Mapping[int, str]]:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moevement_core.comms import plain
-from moevement_core.comms.address import own_address
 from moevement_core.comms.exchange import all_gather_objects
-from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.engine.config import KeepOwn, Verify
-from moevement_core.engine.memory import SnapshotMemory
+from moevement_core.engine.config import Verify
+from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.meter import OverheadMeter
-from moevement_core.overhead.pause import Pause
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory, is_other_window
-from moevement_core.recovery.boundary_log import BoundaryLog
-from moevement_core.replication.allowance import LOG, Allowance
-from moevement_core.replication.interface import bytes_moved
-from moevement_core.replication.pace import Pace
+from moevement_core.policy.schedule import ScheduleHistory, is_other_window
+from moevement_core.replication.allowance import Allowance
 from moevement_core.restart.generation import generation
 from moevement_core.run.events import Planned
-from moevement_core.saving.identity import JobNames
 from moevement_core.saving.peers import Copies, Peers, ask_peers
 from moevement_core.saving.progress_watch import ProgressWatch
 from moevement_core.saving.reports import Reports
@@ -33,17 +25,13 @@ from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
 from moevement_core.strategies.config import StrategyConfig
-from moevement_core.topology.host_budget import allowed
+from moevement_core.topology.host_budget import Allowed
 from moevement_core.topology.parts import Parts
-from moevement_core.topology.topology import connect
+from moevement_core.topology.topology import Topology, connect
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
-
-RECORD_SLACK_BYTES = 64 << 10
-"""Bytes by which a boundary record may grow after it was measured."""
 
 
 @dataclass(frozen=True)
@@ -73,89 +61,65 @@ class Joining:
 class Saving:
     """Saving of one rank's snapshots.
 
-    Collective: all ranks create an instance at the same point, and call each method in the same order.
+    Collective: all ranks create an instance at the same point, and call each method in the same order. The constructor
+    does not communicate; ``session/build.py`` makes the parts.
 
     Args:
         binding: binding of the trainer.
         config: flags of the job.
-        names: names that identify the job and the state of its windows on disk.
-        joining: information about the running job, on a replacement; None if the job starts.
-        is_resized: True if the job continues with another number of ranks. The job then does not end if it has too few
-            ranks for the copies that the flags ask for; it keeps fewer copies.
+        topology: topology of this generation.
+        reports: reports to the people who run the job.
+        allowed: host memory that this rank may use.
+        allowance: division of that memory between snapshots, copies and the boundary log.
+        meter: meter of the training time that saving costs.
+        windows: decisions about windows.
+        peers: threads that send and receive copies.
+        states: live tensors by operator.
+        checkpointer: checkpointer of this rank.
+        disk: windows on disk.
+        watch: watch over checkpointing.
+        policy: newest decisions of the job, on a replacement; None if the job starts.
     """
 
     def __init__(
         self,
+        *,
         binding: Binding,
         config: SessionConfig,
-        names: JobNames,
-        joining: Joining | None,
-        *,
-        is_resized: bool = False,
+        topology: Topology,
+        reports: Reports,
+        allowed: Allowed,
+        allowance: Allowance,
+        meter: OverheadMeter,
+        windows: WindowDecisions,
+        peers: Peers,
+        states: Mapping[str, OperatorState],
+        checkpointer: Checkpointer,
+        disk: WindowsOnDisk,
+        watch: ProgressWatch,
+        policy: Policy | None,
     ) -> None:
-        self._binding, self._config = binding, config
-        self.topology = connect(config, binding, is_running=joining is not None or is_resized)
-        self.reports = Reports(binding, self.topology.rank)
-        self._warn_of_copies()
-        self.began_at = binding.iteration if joining is None else joining.policy.began_at
+        self._binding, self._config, self._states = binding, config, states
+        self.topology, self.reports, self.allowed, self.allowance = topology, reports, allowed, allowance
+        self.meter, self.windows, self.peers = meter, windows, peers
+        self.checkpointer, self.disk, self.watch = checkpointer, disk, watch
+        self.began_at = binding.iteration if policy is None else policy.began_at
         """Iteration that the job started from."""
-        if joining is None:
-            refuse_what_is_not_defined(binding, config.strategy)
-        self.allowed = allowed(
-            config.budget, self.topology.nodes, self.topology.rank, is_bounded=not config.strategy.selects
-        )
-        """Host memory that this rank may use."""
-        self.allowance = Allowance(self.allowed.nbytes)
-        strategy = self._strategy()
-        if joining is None and (caution := strategy.caution()) is not None and self.topology.rank == 0:
-            self.reports.report(caution)
-        policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
-        pace = None
-        if strategy.paces_copies and (moved := bytes_moved(own_address(config.copies.interfaces))) is not None:
-            pace = Pace(moved)
-        self._pause = Pause()
-        self.meter = OverheadMeter(self.began_at, self._pause)
-        """Meter of the training time that saving costs."""
-        self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
         """Seconds that the last call of :meth:`decide` took."""
-        self.peers = Peers(
-            device=current_device(),
-            own=lambda: self.checkpointer.own,
-            report=self.reports.report,
-            pace=pace,
-            pause=self._pause,
-        )
-        self._states = binding.states()
-        self.checkpointer = self._start_checkpointer(policy, is_resized=is_resized)
-        is_auto, has_parity = config.budget.keep_own is KeepOwn.AUTO, config.copies.protection.parity is not None
-        self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
-        disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
-        self.disk = WindowsOnDisk(
-            binding,
-            names,
-            config=config,
-            topology=self.topology,
-            checkpointer=self.checkpointer,
-            reports=self.reports,
-            job_name=disk_job,
-        )
-        self.watch = ProgressWatch(
-            checkpointer=self.checkpointer,
-            reports=self.reports,
-            peer_timeout_s=config.timeouts.peer_s,
-            announced=announced,
-            meter=self.meter,
-            cap=config.strategy.kept_cap,
-        )
         self._settled = policy or self._policy(binding.iteration)
         """Newest decisions that this rank has completed; other ranks may still be deciding."""
-        if joining is None:
-            self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
-            self.disk.start()
-            self._record_plan()
 
-    # Once
+    def start(self) -> None:
+        """Refuse what the job cannot save, and begin to write windows to disk. Every rank calls it when a job starts.
+
+        Raises:
+            ConfigError: a peer has no host memory for copies, or the folder for windows is unusable. Every rank raises
+                it.
+        """
+        self.peers.refuse_without_copies(self.topology, self._config.timeouts.peer_s, self._config.copies.replicas)
+        self.disk.start()
+        self._record_plan()
 
     @property
     def parts(self) -> Parts:
@@ -167,22 +131,6 @@ class Saving:
         """True if a failed rank may recover by redo: it alone repeats updates from logged gradients."""
         return self._config.strategy.may_redo
 
-    def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
-        config = self._config
-        counts = self._binding.counts(self.topology.table, strategy.counts) if strategy.counts is not None else None
-        share = config.strategy.capacity_boost
-        room = None if share is None else self._binding.expert_room(self.topology.table, share)
-        windows = WindowDecisions(
-            strategy, meter=self.meter, counts=counts, room=room, topology=self.topology, budget=config.budget,
-            allowed=self.allowed, report=self.reports.report,
-            sent_bytes=0 if strategy.rolls_back_all else self._binding.sent_bytes, asked_window=config.strategy.window,
-            to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
-            default_cap=config.strategy.default_cap,
-        )  # fmt: skip
-        if policy is not None:
-            windows.join(policy)
-        return windows
-
     def _policy(self, window_start: int) -> Policy:
         windows = self.windows
         return Policy(
@@ -192,63 +140,8 @@ class Saving:
             keeps_own_copies=self.checkpointer.memory.keeps_own_copies,
         )  # fmt: skip
 
-    def _start_checkpointer(self, policy: Policy | None, *, is_resized: bool) -> Checkpointer:
-        memory = SnapshotMemory(
-            self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None,
-            is_summed=self._config.copies.protection.parity is not None,
-        )  # fmt: skip
-        if policy is not None:
-            history, memory.keeps_own_copies = ScheduleHistory(*policy.schedules), policy.keeps_own_copies
-        else:
-            history = self.windows.first(self._binding.iteration, memory, is_running=is_resized)
-        self._set_aside_for_log(history.all)
-        senders, receivers = self.peers.connect(self.topology, self.allowance, ())
-        return Checkpointer(
-            rank=self.topology.rank,
-            states=self._states,
-            strategy=self.windows.strategy,
-            history=history,
-            device=current_device(),
-            senders=senders,
-            receivers=receivers,
-            agreement=self.topology.channels.agreement,
-            memory=memory,
-            allowance=self.allowance,
-            report=self.reports.report,
-            has=ask_peers(self.topology, {}) if policy is not None else {},
-            needed=policy.needed if policy is not None else (NONE, NONE),
-            pause=self._pause,
-        )
-
-    def _set_aside_for_log(self, schedules: Sequence[Schedule]) -> None:
-        self.allowance.keep(LOG, max(map(self.windows.log_bytes, schedules)))
-
-    def log_cap_bytes(self) -> float:
-        """Return the bytes of host memory that the boundary log may use.
-
-        The log may use all memory that snapshots do not use, but at most ``log_memory_bytes`` of the budget.
-        """
-        return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
-
-    def share_memory_with(self, log: BoundaryLog) -> None:
-        """Let snapshots take host memory from the boundary log ``log`` when memory runs out."""
-
-        def give_up(nbytes: int) -> None:
-            less = max(0.0, self.allowance.of(LOG) - nbytes)
-            self.allowance.keep(LOG, less)
-            log.give_up(less)
-
-        self.checkpointer.give_up_log = give_up
-
-    def _measure_record(self) -> int:
-        """Return the bytes to reserve for boundary records."""
-        _, tensors = plain.flatten({"boundary": self._binding.boundary(), **self.learned()})
-        needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
-        return needed + RECORD_SLACK_BYTES
-
     def _warn_of_copies(self) -> None:
-        if self.topology.rank == 0 and self.topology.warning is not None:
-            self.reports.report(self.topology.warning)
+        warn_of_copies(self.topology, self.reports)
 
     # Once an iteration
 
@@ -314,24 +207,13 @@ class Saving:
                 is_updated=iteration == committed and bool(record["iteration"]), may_wait=is_first,
             )  # fmt: skip
 
-    def _strategy(self) -> Strategy:
-        """Return the strategy of the stage, before it has learned anything."""
-        strategy, table = self._config.strategy, self.topology.table
-        capacities = self._binding.expert_capacities(table) if strategy.needs_capacity else None
-        return strategy.of(table, self.topology.most_experts, capacities)
-
     def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
-        """Return what a strategy has learned (token counts, ...), in the form in which a snapshot record stores it.
+        """Return what a strategy has learned, as :func:`learned_record` does.
 
         Args:
             strategy: strategy that has learned; None for the current strategy.
-
-        Returns:
-            Strategy name and learned state. Empty for a strategy that loses no updates in a recovery, because then no
-            recovery reads them.
         """
-        strategy = strategy or self.windows.strategy
-        return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
+        return learned_record(strategy or self.windows.strategy)
 
     def discard_after(self, iteration: int) -> None:
         """Discard decisions and snapshots after ``iteration``. Called when a recovery has lost the later updates."""
@@ -455,7 +337,11 @@ class Saving:
             return  # Windows were persisted since the job began, or the job began from a loaded state.
         # Peers do not accept snapshots that are too old for any restore point.
         first = max(schedule.start, self.checkpointer.oldest_needed)
-        record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned(self._strategy())}
+        record = {
+            "boundary": self._binding.boundary_copy(),
+            "iteration": {},
+            **self.learned(strategy_of(self._config.strategy, self._binding, self.topology)),
+        }
         for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole, is_updated=False)
@@ -469,6 +355,37 @@ class Saving:
             for snapshot in self.checkpointer.own.snapshots().values()
             for peer in self.topology.peers[self.topology.rank]
         )
+
+
+def strategy_of(config: StrategyConfig, binding: Binding, topology: Topology) -> Strategy:
+    """Return the strategy of this rank's stage, before it has learned anything.
+
+    Args:
+        config: flags of the strategy.
+        binding: binding of the trainer.
+        topology: topology of a generation.
+    """
+    capacities = binding.expert_capacities(topology.table) if config.needs_capacity else None
+    return config.of(topology.table, topology.most_experts, capacities)
+
+
+def learned_record(strategy: Strategy) -> dict[str, Any]:
+    """Return what a strategy has learned (token counts, ...), in the form in which a snapshot record stores it.
+
+    Args:
+        strategy: strategy that has learned.
+
+    Returns:
+        Strategy name and learned state. Empty for a strategy that loses no updates in a recovery, because then no
+        recovery reads them.
+    """
+    return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
+
+
+def warn_of_copies(topology: Topology, reports: Reports) -> None:
+    """Report that copies or parity survive fewer failures than the flags ask for. Only rank 0 reports it."""
+    if topology.rank == 0 and topology.warning is not None:
+        reports.report(topology.warning)
 
 
 def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> None:

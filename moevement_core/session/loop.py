@@ -37,6 +37,7 @@ from moevement_core.restart.in_process import GuardSettings, Training, is_restar
 from moevement_core.run.events import Ended, Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
+from moevement_core.session.build import build_session
 from moevement_core.session.rejoin import Rejoined, Unrecoverable, rejoin
 from moevement_core.session.run_directory import (
     Lines,
@@ -200,7 +201,8 @@ class _Loop(Training):
             binding.record = begin_record(self._run_dir, lock, self._flags, binding.iteration)
         if names.is_restart:
             self._report_restart(binding, f"the window {loaded.place}" if loaded is not None else "its beginning")
-        self._session = Session(binding, self._config, names, loaded.prepared if loaded is not None else None)
+        prepared = loaded.prepared if loaded is not None else None
+        self._session = build_session(binding, self._config, names, prepared)
 
     def _report_restart(self, binding: Binding, source: str) -> None:
         text = f"the job restarts at iteration {binding.iteration}, from {source}"

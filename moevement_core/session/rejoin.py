@@ -26,6 +26,7 @@ from moevement_core.run.outcome import Recovery
 from moevement_core.saving.identity import JobNames, job_name
 from moevement_core.saving.saving import Joining
 from moevement_core.saving.stage_policy import share_policy
+from moevement_core.session.build import build_session
 from moevement_core.session.failure_report import Times, report_failure
 from moevement_core.session.rank_report import RankReport, outcome_to_follow, report_of, share_reached
 from moevement_core.session.session import Session
@@ -153,7 +154,8 @@ def rejoin(
     if session is not None:
         session.rewire(policy)
     else:
-        session = Session(binding, config, JobNames(job_name() or ""), joining=Joining(policy, is_of_same_stage))
+        names = JobNames(job_name() or "")
+        session = build_session(binding, config, names, joining=Joining(policy, is_of_same_stage))
     joined(session, point.iteration)
     if is_survivor:  # the schedules that all ranks have agreed on decide what is logged
         _log_gradients(session)

@@ -16,65 +16,44 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moevement_core.device import current_device
 from moevement_core.overhead.fields import overhead_fields
 from moevement_core.rebuild.prepare import Prepared
-from moevement_core.recovery import flips
-from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import has_committed, refuse_if_interrupted, vote
-from moevement_core.saving.identity import JobNames
-from moevement_core.saving.saving import Joining, Saving
+from moevement_core.saving.saving import Saving
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
-from moevement_core.session.drill import refuse_without_wipe, wipe_and_recover
+from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.trainer import observer
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.config import SessionConfig
-from moevement_core.util.numa import bind_to_device
 
 
 class Session:
     """Session of one rank, with the calls that a trainer makes for fault tolerance.
 
-    Collective: all ranks create an instance at the same point, and call each method in the same order.
+    Collective: all ranks have an instance, and call each method in the same order. ``session/build.py`` makes it.
 
     Args:
         binding: binding of the trainer.
         config: flags of the job.
-        names: name of the job, and name of its current start, which differs after a restart from disk.
+        saving: saving of this rank's snapshots.
         prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
-        joining: on a replacement, what survivors know about the running job; None if the job starts.
-        is_resized: True if the job continues with another number of ranks.
+        is_first: True if the job starts, so that the session captures all snapshots of a window before the first
+            iteration.
     """
 
     def __init__(
-        self,
-        binding: Binding,
-        config: SessionConfig,
-        names: JobNames,
-        prepared: Prepared | None = None,
-        joining: Joining | None = None,
-        *,
-        is_resized: bool = False,
+        self, binding: Binding, config: SessionConfig, saving: Saving, prepared: Prepared | None, *, is_first: bool
     ) -> None:
-        refuse_without_wipe(binding, config.drill.wipe_at)
-        bind_to_device(current_device())  # before threads start and host memory is allocated
-        self.binding = binding
-        self._drill = config.drill
-        flips.begin(config.drill.flips)
-        self._peer_timeout_s = config.timeouts.peer_s
-        self.saving = saving = Saving(binding, config, names, joining, is_resized=is_resized)
-        strategy = saving.windows.strategy
-        if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
-            binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes, saving.reports.report)
-            saving.share_memory_with(binding.boundary_log)
+        self.binding, self.saving = binding, saving
+        self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
         self.commit.updating = saving.checkpointer.mark_gradients
@@ -83,8 +62,7 @@ class Session:
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(saving, self.records)
         self.totals = Totals()
-        self._prepared = prepared
-        self._is_first = joining is None
+        self._prepared, self._is_first = prepared, is_first
         self._start_clock()
 
     def _start_clock(self) -> None:

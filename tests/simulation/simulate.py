@@ -15,14 +15,15 @@ import torch
 from moevement_core import log
 from moevement_core.comms import exchange, signed_server
 from moevement_core.comms.tree import TreeGroup
+from moevement_core.engine.own import OwnSnapshots
 from moevement_core.launching import supervisor
 from moevement_core.recovery import boundary_log
 from moevement_core.rendezvous import lease_client, mirror, standby, value_client
 from moevement_core.replication import config as replication_config
 from moevement_core.replication import receiver, sender
-from moevement_core.saving import saving, window_start
+from moevement_core.saving import window_start
 from moevement_core.saving.peers import Peers
-from moevement_core.session import loop
+from moevement_core.session import build, loop
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
 from moevement_core.topology import topology
 from tests.simulation.checks import Checks, Violation
@@ -104,13 +105,20 @@ def _current(name: str) -> Any:
     return call
 
 
-_product_acknowledged = Peers._acknowledged
+_product_acknowledged, _product_peers = OwnSnapshots.acknowledged, Peers.__init__
 
 
-def _acknowledged(self: Peers, snapshot: Snapshot, peer: int) -> None:
+def _init_peers(self: Peers, *args: Any, **kwargs: Any) -> None:
+    """Make the product's object, and note it in the rank's snapshots, where :func:`_acknowledged` finds it."""
+    _product_peers(self, *args, **kwargs)
+    vars(self._own)["peers"] = self
+
+
+def _acknowledged(self: OwnSnapshots, snapshot: Snapshot, peer: int) -> None:
     """Call the product's method, then report the acknowledgement to the checks."""
     _product_acknowledged(self, snapshot, peer)
-    world().checks.acknowledged(snapshot.header.rank, snapshot, peer, {connection.peer for connection in self.senders})
+    peers = {connection.peer for connection in vars(self)["peers"].senders}
+    world().checks.acknowledged(snapshot.header.rank, snapshot, peer, peers)
 
 
 class _Socket:
@@ -133,10 +141,11 @@ def stand_ins() -> Iterator[None]:
         (loop, "os", simulated_os),
         (loop, "state_digest", lambda parts: {}),
         (topology, "connections_of", lambda copies: Connections("simulated")),
-        (Peers, "_acknowledged", _acknowledged),
-        (saving, "RECORD_SLACK_BYTES", 4096),
+        (Peers, "__init__", _init_peers),
+        (OwnSnapshots, "acknowledged", _acknowledged),
+        (build, "RECORD_SLACK_BYTES", 4096),
         (boundary_log, "_Digests", _Digests),
-        *((module, "own_address", lambda *_: "simulated") for module in (saving, window_start)),
+        *((module, "own_address", lambda *_: "simulated") for module in (build, window_start)),
         *((module, "lower_priority", lambda: None) for module in (sender, receiver)),
         *((log, level, _log(level)) for level in ("info", "warning")),
         *((place, name, _current(name)) for place, name, _ in distributed(None)),  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from moevement_core.elastic.exchange import StateMissing
 from moevement_core.engine.config import Verify
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.saving.identity import agree_on_names
+from moevement_core.session.build import build_session
 from moevement_core.session.run_directory import lock_run_directory
-from moevement_core.session.session import Session
 
 
 def reassemble(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
@@ -88,7 +88,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
     recorder.begin(live, args, lock)
     record_placement(live.record, live.iteration)
     connect(job)
-    job.session = Session(binding, run.session, names, prepared, is_resized=True)
+    job.session = build_session(binding, run.session, names, prepared, is_resized=True)
     job.resized = replace(resized, usable_at=usable_at, brought_at=time.time())
     return True
 

@@ -42,6 +42,7 @@ from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.run.events import Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
+from moevement_core.session.build import build_session
 from moevement_core.session.rejoin import Unrecoverable, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
@@ -130,7 +131,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
         if config is not None:
             connect(job)
-            job.session = Session(binding, config, names, loaded.prepared if loaded is not None else None)
+            job.session = build_session(binding, config, names, loaded.prepared if loaded is not None else None)
     has_built(job, groups)
 
 

@@ -15,6 +15,7 @@ from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.memory import SnapshotMemory
+from moevement_core.engine.own import OwnSnapshots
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.recoverable import recoverable_runs
@@ -26,6 +27,7 @@ from moevement_core.replication.receiver import CopyReceiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import NONE, RunStatus
+from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from moevement_core.strategies import DenseToPeers, MoEvement, SparseSchedule, Strategy
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
@@ -54,20 +56,19 @@ class Rank:
                 (StateTensor(name, Saved.FULL, "master", master),),
             )
         transport = Loopback(job.wire, number)
-        allowance = Allowance(job.allowance_bytes)
+        allowance, own = Allowance(job.allowance_bytes), OwnSnapshots(Arena(CpuDevice()))
         self.receivers = [
             CopyReceiver(number, ReplicaStore(source, CpuDevice()), transport, allowance, self.reports.append)
             for source in sources_of(job.placement, number)
         ]
         self.senders = [
-            Sender(number, peer, transport, lambda snapshot, peer: self.checkpointer.own.acknowledged(snapshot, peer),
-                   lambda snapshot: self.checkpointer.own.undelivered(snapshot), self.reports.append)
+            Sender(number, peer, transport, own.acknowledged, own.undelivered, self.reports.append)
             for peer in job.placement[number]
         ]  # fmt: skip
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
-            number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own_copies=job.keeps_own_copies),
+            number, self.states, own, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers,
+            agreement, SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own_copies=job.keeps_own_copies),
             Allowance(math.inf),
             self.reports.append,
         )  # fmt: skip

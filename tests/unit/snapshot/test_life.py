@@ -20,6 +20,7 @@ from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.memory import SnapshotMemory
+from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import SnapshotError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.schedule import Saved
@@ -31,7 +32,7 @@ from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.agreement import NONE, SingleRankAgreement
-from moevement_core.snapshot.arena import PAGE
+from moevement_core.snapshot.arena import PAGE, Arena
 from moevement_core.snapshot.snapshot import Entry, Header, StateTensor, digest_of
 from moevement_core.strategies import SparseSchedule
 from moevement_core.strategies.moc import PartialSchedule
@@ -249,6 +250,7 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
         joined = Checkpointer(
             0,
             member.states,
+            OwnSnapshots(Arena(CpuDevice())),
             training.strategy(),
             history,
             CpuDevice(),
