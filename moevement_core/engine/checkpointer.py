@@ -16,7 +16,7 @@ from moevement_core.device import Device, Event
 from moevement_core.engine.capture import Capturer
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.engine.layout import OperatorState
-from moevement_core.engine.lifetime import Lifetime
+from moevement_core.engine.lifetime import Lifetime, RunSpan
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots
 from moevement_core.engine.progress import Progress
@@ -29,10 +29,11 @@ from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
+from moevement_core.snapshot.agreement import HORIZON, Agreement, Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
+from moevement_core.util.iterations import is_newer
 
 Report = Callable[[str], None]
 PATIENCE_S = 30.0
@@ -66,8 +67,8 @@ class Checkpointer:
         has: schedule ids, by peer and iteration, of snapshots that peers hold from an earlier process of this rank. If
             a peer's snapshot has another schedule id, it holds other operators, and this rank sends its own snapshot
             of that iteration.
-        needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
-            copies of this run until a newer run is persisted.
+        needed: run that is persisted on every rank; None without one. Peers keep their copies of this run until a newer
+            run is persisted.
         pause: switch that stops the digests of the capture thread in some iterations, so that the job can measure what
             saving costs. None: the digests never stop.
         may_give_up_own: True if own snapshots that all peers hold may be dropped when host memory is used up.
@@ -90,7 +91,7 @@ class Checkpointer:
         report: Report,
         *,
         has: Copies | None = None,
-        needed: tuple[int, int] = (NONE, NONE),
+        needed: RunSpan | None = None,
         pause: Pause | None = None,
         may_give_up_own: bool = False,
         give_up_log: Callable[[int], object] = lambda nbytes: None,
@@ -102,12 +103,13 @@ class Checkpointer:
             rank, states, own=self.own, device=device, memory=memory, done=self._captured, pause=pause
         )
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
-        self.progress = Progress(persisted=self.lifetime.persisted)
+        self.progress = Progress(persisted=self.lifetime.first_needed)
         self._agreement, self._allowance = agreement, allowance
         self._report = report
         self._may_give_up_own, self._give_up_log = may_give_up_own, give_up_log
         self._writer: WindowWriter | None = None
-        self._written_from = NONE
+        self._written_from = 0
+        """First snapshot of the first window that :attr:`_writer` writes."""
         self.asked_bytes = 0
         """Bytes of host memory that this rank has last requested from each peer."""
         self._fitted: Schedule | None = history.newest
@@ -118,8 +120,10 @@ class Checkpointer:
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
         """Seconds that training has waited for copies of gradients since the last :meth:`wait_for_gradient_copies`."""
-        self._live = self._gone = NONE
-        """Iteration whose gradients the live tensors hold, and newest iteration whose gradients were overwritten."""
+        self._live: int | None = None
+        """Iteration whose gradients the live tensors hold; None if they hold those of no iteration."""
+        self._gone: int | None = None
+        """Newest iteration whose gradients were overwritten; None before the first."""
         self._final: Event | None = None
         """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
         self.make_room_for_kept()
@@ -197,7 +201,7 @@ class Checkpointer:
             is_replayed: True if a recovery executed the iteration again, so that its gradients are live again.
         """
         final, self._final = self._final, None
-        if iteration <= self._gone and not is_replayed:
+        if not is_replayed and not is_newer(iteration, self._gone):
             return
         self._live = iteration
         if iteration in self.own or not self.takes(iteration):
@@ -227,7 +231,7 @@ class Checkpointer:
         """
         self._final = None
         self._waited_s += self.capturer.order_after_gradient_copies()
-        self._live = NONE
+        self._live = None
 
     def _log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
         if self.capturer.log(iteration, schedule, ready):
@@ -256,10 +260,10 @@ class Checkpointer:
 
     def _persisted_bytes(self) -> int:
         """Return the bytes that the persisted run's snapshots take as long as no part of them is freed."""
-        first, last = self.lifetime.fallback
-        if first < self.history.oldest.start:
+        run = self.lifetime.fallback
+        if run is None or run.first < self.history.oldest.start:
             return 0
-        taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
+        taken = [iteration for iteration in range(run.first, run.last + 1) if self.takes(iteration)]
         schedules = [self.history.at(iteration) for iteration in taken]
         return self.memory.run_bytes(
             (schedule, schedule.slot(iteration)) for schedule, iteration in zip(schedules, taken, strict=True)
@@ -330,14 +334,15 @@ class Checkpointer:
     # Kept snapshots and their memory
 
     @property
-    def needed(self) -> tuple[int, int]:
-        """First and last snapshot of the newest recoverable run that all peers have; ``NONE`` without such a run."""
-        return self.lifetime.persisted, self.lifetime.last_needed
+    def needed(self) -> RunSpan | None:
+        """Newest recoverable run that all peers have; None without such a run."""
+        return self.lifetime.persisted
 
     @property
-    def oldest_needed(self) -> int:
-        """First snapshot of the persisted run; before there is one, the oldest snapshot of this rank."""
-        return self.lifetime.persisted if self.lifetime.persisted != NONE else min(self.own, default=NONE)
+    def oldest_needed(self) -> int | None:
+        """First snapshot of the persisted run; before there is one, the oldest snapshot of this rank, or None."""
+        first = self.lifetime.first_needed
+        return first if first is not None else min(self.own, default=None)
 
     def persisted(self) -> dict[int, Any]:
         """Return the contents of snapshots that all peers have, by iteration; without peers, of all own snapshots."""
@@ -375,7 +380,7 @@ class Checkpointer:
         The rank has given back the memory of schedules whose windows ended before the persisted run, so these are left
         out.
         """
-        kept = self.history.since(self.lifetime.persisted)
+        kept = self.history.since(self.lifetime.first_needed)
         if any(is_other_window(schedule, self.history.newest) for schedule in kept):
             self._fitted = None
         self.make_room(*kept)
@@ -409,7 +414,7 @@ class Checkpointer:
         lag as well, but the allowance still reserves it. After a mere reorder of operators, the method gives nothing
         back, because the next reorder would need the memory, and page-locking it again takes time.
         """
-        kept = self.history.since(self.lifetime.persisted)
+        kept = self.history.since(self.lifetime.first_needed)
         newest = self.history.newest
         if self._paused or (self._fitted is not None and not is_other_window(newest, self._fitted)):
             return
@@ -447,7 +452,7 @@ class Checkpointer:
             None if a snapshot is missing, or if the persisted run of this stage ends after ``last``, as it does right
             after a reorder.
         """
-        if self.lifetime.last_needed > last:
+        if is_newer(self.lifetime.last_needed, last):
             return None
         taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
         leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in taken]
@@ -482,9 +487,9 @@ class Checkpointer:
 
         In the second execution, these iterations may have other results than in the first.
         """
-        if self.lifetime.last_needed > iteration:  # the job went back to a window from disk
+        if is_newer(self.lifetime.last_needed, iteration):  # the job went back to a window from disk
             self.lifetime.nothing_is_persisted()
-            self.progress.persisted = self.lifetime.persisted
+            self.progress.persisted = None
             for store in self.replicator.stores:
                 store.lower_floor(iteration + 1)
         dropped = [later for later in self.own if later > iteration]
@@ -590,13 +595,13 @@ class Checkpointer:
         if agreed := self._agreement.agreed():
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
-            self.progress.persisted = self.lifetime.persisted
+            self.progress.persisted = persisted = self.lifetime.first_needed
             self.own.free({*unneeded.old, *unneeded.lost})
             if self.own.keepers is not None:  # for snapshots that a recovery was reading when peers acknowledged them
                 self.own.drop_kept_elsewhere(self.own.keepers)
-            if self.lifetime.persisted != NONE:  # repeated in every call: a failure may have interrupted the last call
-                last = self._ends_at()
-                if self.replicator.free(self.lifetime.persisted, last):
+            if persisted is not None:  # repeated in every call: a failure may have interrupted the last call
+                last = self._ends_at(persisted)
+                if self.replicator.free(persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
                     self.own.free_unneeded(superseded(self.own.contents(), last))
@@ -606,13 +611,15 @@ class Checkpointer:
                 self.replicator.drop(first, last)
             if self._writer is not None:
                 self._writer.learn(agreed.writing)
-                if self.lifetime.persisted >= self._written_from:
-                    first = self.lifetime.persisted
-                    self._writer.begin(first, self.history.at(first).last_of_run(first))
+                if persisted is not None and persisted >= self._written_from:
+                    self._writer.begin(persisted, self.history.at(persisted).last_of_run(persisted))
 
-    def _ends_at(self) -> int | None:
-        """Return the last snapshot of the persisted run, equal on all ranks; None if only whole snapshots are freed."""
-        first = self.lifetime.persisted
+    def _ends_at(self, first: int) -> int | None:
+        """Return the last snapshot of the persisted run, equal on all ranks; None if only whole snapshots are freed.
+
+        Args:
+            first: first snapshot of the persisted run.
+        """
         if not self.memory.gives_back or first < self.history.oldest.start:
             return None
         schedule = self.history.at(first)

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents
-from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
+from moevement_core.snapshot.agreement import Agreed, RunStatus
 from moevement_core.strategies.strategy import Strategy
+from moevement_core.util.iterations import is_newer, newest_of
+
+
+class RunSpan(NamedTuple):
+    """Snapshots of a run."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Lifetime:
 
     Args:
         strategy: strategy that finds the runs in a set of snapshots.
-        needed: first and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none.
+        persisted: run that is persisted on every rank; None if there is none.
         is_whole: function that returns True if a run is as long as the runs of other stages from the same first
             snapshot; see :meth:`Checkpointer._is_whole`.
     """
@@ -56,12 +65,12 @@ class Lifetime:
     def __init__(
         self,
         strategy: Strategy,
-        needed: tuple[int, int] = (NONE, NONE),
+        persisted: RunSpan | None = None,
         is_whole: Callable[[RecoverableRun], bool] = lambda run: True,
     ) -> None:
         self._strategy, self._is_whole = strategy, is_whole
-        self.persisted, self.last_needed = needed
-        """First and last snapshot of the newest run that is persisted on every rank."""
+        self.persisted = persisted
+        """Newest run that is persisted on every rank; None without one."""
         self._restored = range(0)
         """Snapshots of the run from which the last recovery has restored state."""
         self._runs: dict[int, int] = {}
@@ -77,30 +86,38 @@ class Lifetime:
             agreed: statuses of the job's runs.
             held: iterations of this rank's snapshots.
         """
-        if agreed.newest_persisted > self.persisted:
-            # This order keeps all snapshots of the older run, even after an interruption between the two lines.
-            self.last_needed = self._runs[agreed.newest_persisted]
-            self.persisted = agreed.newest_persisted
-        first_open = agreed.first_open(after=self.persisted)
-        here = list(held)
-        old = [iteration for iteration in here if iteration < self.persisted]
-        never = [iteration for iteration in here if self.last_needed < iteration < first_open]
+        newest_first = agreed.newest_persisted
+        if newest_first is not None and is_newer(newest_first, self.first_needed):
+            self.persisted = RunSpan(newest_first, self._runs[newest_first])
+        first, last, here = self.first_needed, self.last_needed, list(held)
+        first_open = agreed.first_open(after=first)
+        old = [iteration for iteration in here if first is not None and iteration < first]
+        never = [iteration for iteration in here if iteration < first_open and is_newer(iteration, last)]
         withheld = [iteration for iteration in never if iteration in self._kept_restored]
         return Unneeded(old, [iteration for iteration in never if iteration not in withheld], withheld)
 
-    def catch_up(self, persisted: int) -> None:
+    @property
+    def first_needed(self) -> int | None:
+        """First snapshot of the persisted run; None without one."""
+        return None if self.persisted is None else self.persisted.first
+
+    @property
+    def last_needed(self) -> int | None:
+        """Last snapshot of the persisted run; None without one."""
+        return None if self.persisted is None else self.persisted.last
+
+    def catch_up(self, persisted: int | None) -> None:
         """Learn after a failure that a newer run is persisted on every rank, if this rank has reported it as persisted.
 
         The failure may have interrupted this rank between its report and :meth:`learn`. Without this call, the rank
         could free the run to which all others would go back.
 
         Args:
-            persisted: first snapshot of the newest run that any rank knows to be persisted on every rank.
+            persisted: first snapshot of the newest run that any rank knows to be persisted on every rank; None if no
+                rank knows one.
         """
-        if persisted > self.persisted and persisted in self._runs:
-            # As in learn(), this order keeps all snapshots of the older run.
-            self.last_needed = self._runs[persisted]
-            self.persisted = persisted
+        if persisted is not None and is_newer(persisted, self.first_needed) and persisted in self._runs:
+            self.persisted = RunSpan(persisted, self._runs[persisted])
 
     def restored(self, first: int, last: int) -> None:
         """Keep the run from which a recovery has restored state, until any run is persisted on every rank.
@@ -118,17 +135,17 @@ class Lifetime:
     @property
     def _kept_restored(self) -> range:
         """Snapshots that the last recovery has loaded, if no run is persisted on every rank; else empty."""
-        return self._restored if self.persisted == NONE else range(0)
+        return self._restored if self.persisted is None else range(0)
 
     @property
-    def fallback(self) -> tuple[int, int]:
-        """First and last snapshot of the run to which a recovery would go back; ``NONE`` if there is none."""
+    def fallback(self) -> RunSpan | None:
+        """Run to which a recovery would go back; None if there is none."""
         kept = self._kept_restored
-        return (kept[0], kept[-1]) if kept else (self.persisted, self.last_needed)
+        return RunSpan(kept[0], kept[-1]) if kept else self.persisted
 
     def nothing_is_persisted(self) -> None:
         """Forget the persisted run. Snapshots are kept until a new run is persisted on every rank."""
-        self.persisted = self.last_needed = NONE
+        self.persisted = None
         self._restored = range(0)
         self._runs.clear()
 
@@ -142,8 +159,8 @@ class Lifetime:
             deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
             had: contents, by iteration, of snapshots that all peers have.
         """
-        runs = [run for run in self._strategy.restore_points(had) if self._is_whole(run)]
-        self._runs = {run.first: run.last for run in sorted(runs, key=_last) if run.first >= self.persisted}
+        runs, first = [run for run in self._strategy.restore_points(had) if self._is_whole(run)], self.first_needed
+        self._runs = {run.first: run.last for run in sorted(runs, key=_last) if first is None or run.first >= first}
         open_ = {run.first for run in self._strategy.restore_points(deliverable)}
         open_ |= set(self._strategy.open_starts(deliverable, is_gapless=iteration - 1 in deliverable))
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
@@ -158,12 +175,12 @@ class Lifetime:
             peers_are_full: True if a peer has no memory for the next snapshot. Such a peer can never receive all of a
                 run that is longer than a window, as after a reorder. The snapshots of that run are then abandoned, too.
         """
-        newest = next(self._strategy.restore_points(deliverable), None)
-        if peers_are_full and not any(first > self.persisted for first in self._runs):
-            newest = None
-        kept = max(self._kept_restored, default=NONE)
-        needed = max((*self._runs.values(), self.last_needed, kept, newest.last if newest else NONE))
-        return sorted(taken for taken in deliverable if taken > needed)
+        run = next(self._strategy.restore_points(deliverable), None)
+        if peers_are_full and not any(is_newer(first, self.first_needed) for first in self._runs):
+            run = None
+        kept = max(self._kept_restored, default=None)
+        needed = newest_of((*self._runs.values(), self.last_needed, kept, run.last if run else None))
+        return sorted(taken for taken in deliverable if is_newer(taken, needed))
 
 
 def _last(run: RecoverableRun) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moevement_core.snapshot.agreement import NONE
-
 
 @dataclass(slots=True)
 class Progress:
@@ -26,8 +24,8 @@ class Progress:
     """Iterations from the newest snapshot that all peers have to the newest captured snapshot."""
     whole_cpu_s: float = 0.0
     """Processor seconds for digests of the whole state; ``copy_cpu_s`` includes them."""
-    persisted: int = NONE
-    """First snapshot of the newest run that is persisted on every rank; ``NONE`` if there is none."""
+    persisted: int | None = None
+    """First snapshot of the newest run that is persisted on every rank; None if there is none."""
     abandoned: int = 0
     """Windows abandoned so far."""
     memory_bytes: int = 0

@@ -284,9 +284,13 @@ class ScheduleHistory:
             raise ScheduleError(f"iteration {iteration} is before iteration {first}, where the oldest schedule begins")
         return self._schedules[index]
 
-    def since(self, iteration: int) -> tuple[Schedule, ...]:
-        """Return the schedules under which ``SS_iteration`` and later snapshots are captured, the oldest first."""
-        return tuple(self._schedules[max(0, self._index(iteration)) :])
+    def since(self, iteration: int | None) -> tuple[Schedule, ...]:
+        """Return the schedules under which ``SS_iteration`` and later snapshots are captured, the oldest first.
+
+        If ``iteration`` is None, return all schedules.
+        """
+        first = 0 if iteration is None else max(0, self._index(iteration))
+        return tuple(self._schedules[first:])
 
     def contents(self, iteration: int) -> Contents | None:
         """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""

@@ -20,7 +20,6 @@ from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.recovery.sources import SnapshotSource
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.trainer.equal_bits import placed_since, why_replay_may_differ
 from moevement_core.util.words import counted
@@ -61,8 +60,8 @@ class Prepared:
     False if these snapshots were captured on other processors, where results may differ in last bits. A later replay
     on the present processors might not reproduce the digests in the snapshots.
     """
-    placed_since: int = NONE
-    """Iteration since which no rank has moved to another node or device, as far as any rank knows."""
+    placed_since: int | None = None
+    """Iteration since which no rank has moved to another node or device; None if no rank knows one."""
     other_data: Sequence[str] = ()
     """Data flags, in words, in which this job differs from the job that wrote the loaded window; empty without one."""
 

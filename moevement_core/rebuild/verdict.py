@@ -13,7 +13,7 @@ from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.replica_digests import ReplicaDigest, unequal_replicas
 from moevement_core.run.outcome import Recovery
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.util.iterations import newest_of, reached_by_all
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
             f"The replayed state must not be used: {advice}"
         )
     recoveries, lost = [part.recovery for part in parts], own.lost
-    known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)
+    known = reached_by_all(recovery.restored_until for recovery in recoveries)
     recomputed = sum(recovery.recomputed for recovery in recoveries)
-    losses = max(recovery.losses_until for recovery in recoveries)
     by_stage: dict[str, int] = {}
     for part in parts:
         lost |= part.lost  # the same on all ranks of a stage
@@ -85,12 +84,12 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
         proportion_lost=lost.proportion,
         proportion_lost_so_far=lost.proportion_so_far,
         fed_bytes=sum(recovery.fed_bytes for recovery in recoveries),
-        verified_until=None if known == NONE or not recomputed else known,
-        restored_until=None if known == NONE else known,
+        verified_until=known if recomputed else None,
+        restored_until=known,
         recomputed=recomputed,
         restored=sum(recovery.restored for recovery in recoveries),
         largest_difference=max(recovery.largest_difference for recovery in recoveries),
-        losses_until=None if losses == NONE else losses,
+        losses_until=newest_of(recovery.losses_until for recovery in recoveries),
         sends=max(recovery.sends for recovery in recoveries),
         fetch_s=max(recovery.fetch_s for recovery in recoveries),
         replay_s=max(recovery.replay_s for recovery in recoveries),

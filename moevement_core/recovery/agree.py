@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.util.iterations import newest_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class RankStatus:
     has_begun_next: bool = False
     """True if the rank had begun the iteration after ``committed``, so that any evaluation or dense save due between
     the two iterations is done."""
-    persisted: int = NONE
-    """First snapshot of the newest run that this rank knows to be persisted on every rank; ``NONE`` without one."""
+    persisted: int | None = None
+    """First snapshot of the newest run that this rank knows to be persisted on every rank; None without one."""
     goal: RankStatus | None = None
     """Status of another rank, copied from it during a recovery that a second failure interrupted.
 
@@ -59,8 +59,8 @@ class ResumePoint:
     did, from an interrupted recovery (:attr:`RankStatus.goal`)."""
     is_between: bool
     """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
-    persisted: int = NONE
-    """First snapshot of the newest run that any rank knows to be persisted on every rank; ``NONE`` without one."""
+    persisted: int | None = None
+    """First snapshot of the newest run that any rank knows to be persisted on every rank; None without one."""
 
 
 class NothingToResume(Exception):
@@ -109,7 +109,7 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         followers=followers,
         reference=reference,
         reference_is_goal=reference_is_goal,
-        persisted=max(status.persisted for status in survivors),
+        persisted=newest_of(status.persisted for status in survivors),
         is_between=is_between,
     )
 

@@ -20,8 +20,8 @@ import torch
 
 from moevement_core.engine.layout import OperatorState
 from moevement_core.policy.schedule import Saved
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
+from moevement_core.util.iterations import reached_by_all
 
 MOST_TOLD = 20
 """Largest number of differences that are described in words."""
@@ -81,8 +81,8 @@ class StateCheck:
         """Newest iteration at which an operator's whole state on this rank was compared and was equal, by operator."""
         self.recomputed: set[str] = set()
         """Operators in :attr:`known` that had been updated since they were loaded."""
-        self.losses_until = NONE
-        """Newest iteration whose losses were compared and were equal; ``NONE`` if there is none."""
+        self.losses_until: int | None = None
+        """Newest iteration whose losses were compared and were equal; None if there is none."""
         self.sends: set[int] = set()
         """Iterations whose tensors for other stages were compared and were equal."""
         self._whole = whole
@@ -95,20 +95,20 @@ class StateCheck:
         self._operators = {operator for operator, _, _ in self._live}
 
     @property
-    def known_until(self) -> int:
+    def known_until(self) -> int | None:
         """Iteration up to which this rank's whole state is checked: the earliest iteration in :attr:`known`.
 
-        ``NONE`` if an operator is missing there, because its whole state was never compared or never equal.
+        None if an operator is missing there, because its whole state was never compared or never equal.
         """
-        return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
+        return reached_by_all(self.known.get(operator) for operator in self._operators)
 
     @property
-    def verified_until(self) -> int:
-        """Iteration :attr:`known_until` if at least one operator was compared after an update, else ``NONE``.
+    def verified_until(self) -> int | None:
+        """Iteration :attr:`known_until` if at least one operator was compared after an update, else None.
 
         Without an update, the comparison proves only that the snapshots were loaded correctly.
         """
-        return self.known_until if self.recomputed else NONE
+        return self.known_until if self.recomputed else None
 
     @property
     def restored(self) -> set[str]:

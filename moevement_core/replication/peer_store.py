@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
 from moevement_core.replication.allowance import Who
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.util.iterations import is_newer
 
 
 class PeerStore(ABC):
@@ -29,15 +29,23 @@ class PeerStore(ABC):
         """Key of this store's memory in the :class:`~moevement_core.replication.allowance.Allowance`."""
         return self.source
 
-    floor: int = NONE
-    """Iteration of the oldest snapshot that the store accepts. A persisted window has made older snapshots useless."""
+    floor: int | None = None
+    """Iteration of the oldest snapshot that the store accepts; None if it accepts any.
+
+    A persisted window has made older snapshots useless.
+    """
+
+    def accepts(self, iteration: int) -> bool:
+        """Return True if a snapshot of ``iteration`` may still be useful."""
+        return not is_newer(self.floor, iteration)
 
     def lower_floor(self, iteration: int) -> None:
         """Accept snapshots from ``iteration`` on, even those that :attr:`floor` has excluded until now.
 
         Called when the job goes back to an older state. It then captures the snapshots after that state again.
         """
-        self.floor = min(self.floor, iteration)
+        if is_newer(self.floor, iteration):
+            self.floor = iteration
 
     def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
         """Return True if one of ``others`` uses the same memory as this store, so that a total counts it once."""

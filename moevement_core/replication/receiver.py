@@ -130,7 +130,7 @@ class Receiver(ABC):
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
             self._say(Kind.DAMAGED, message.iteration)
             return
-        if message.iteration < self.store.floor:  # ranks agreed on a newer window while the snapshot was on its way
+        if not self.store.accepts(message.iteration):  # ranks agreed on a newer window while the snapshot was sent
             self._say(Kind.STALE, message.iteration)
             return
         try:

@@ -9,10 +9,10 @@ from typing import override
 from moevement_core.device import Device
 from moevement_core.policy.holding import superseded
 from moevement_core.replication.peer_store import PeerStore
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.arena import Arena, in_pages
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.util.iterations import newest_of
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,6 @@ class ReplicaStore(PeerStore):
 
     def __init__(self, source: int, device: Device) -> None:
         super().__init__(source)
-        self.floor = NONE
         self._arena = Arena(device)
         self._promised = 0
         """Bytes promised to the source. The store may release some of this memory, and allocates it again on demand."""
@@ -77,7 +76,7 @@ class ReplicaStore(PeerStore):
     def free_before(self, iteration: int) -> None:
         """Free snapshots before ``iteration``, which no recovery needs, and refuse them from now on."""
         with self._lock:
-            self.floor = max(self.floor, iteration)
+            self.floor = newest_of((self.floor, iteration))
             self._release([kept for kept in self._replicas if kept < iteration])
 
     def drop(self, first: int, count: int) -> None:
@@ -148,10 +147,10 @@ class ReplicaStore(PeerStore):
         The method drops a snapshot older than :attr:`floor`, because a newer window was persisted while it arrived.
         """
         with self._lock:
-            if snapshot.iteration < self.floor:
-                self._arena.release(snapshot.buffer)
-            else:
+            if self.accepts(snapshot.iteration):
                 self._replicas[snapshot.iteration] = _Replica(snapshot)
+            else:
+                self._arena.release(snapshot.buffer)
 
     def _give_back(self, replica: _Replica) -> None:
         with self._lock:

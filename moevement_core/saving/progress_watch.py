@@ -11,7 +11,7 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.replication.sender import Sender
 from moevement_core.run.events import AboveCap, NothingPersisted, WindowPersisted
 from moevement_core.saving.reports import Reports
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.util.iterations import is_newer
 
 
 class ProgressWatch:
@@ -21,7 +21,7 @@ class ProgressWatch:
         checkpointer: checkpointer to watch.
         reports: reports to the people who run the job.
         peer_timeout_s: seconds without an answer after which a peer is reported.
-        announced: first snapshot of the newest window that the job logged as persisted; ``NONE`` without one.
+        announced: first snapshot of the newest window that the job logged as persisted; None without one.
         meter: meter of the cost of saving; None to ignore the cost.
         cap: largest share of training time that saving may cost; None for no limit.
     """
@@ -31,7 +31,7 @@ class ProgressWatch:
         checkpointer: Checkpointer,
         reports: Reports,
         peer_timeout_s: float,
-        announced: int,
+        announced: int | None,
         meter: OverheadMeter | None = None,
         cap: float | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class ProgressWatch:
         """Largest number of consecutive iterations in which the newest persisted recoverable run stayed the same."""
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
-        self._persisted_since: tuple[int, int] | None = None
+        self._persisted_since: tuple[int | None, int] | None = None
         """First snapshot of the newest persisted recoverable run, and the iteration at which this rank first saw it."""
         self._silent: set[int] = set()
 
@@ -87,12 +87,12 @@ class ProgressWatch:
         limit = 2 * size + LAG_ALLOWANCE + 1
         if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
             return
-        newest = "no window" if persisted == NONE else f"no window after that of iteration {persisted}"
+        newest = "no window" if persisted is None else f"no window after that of iteration {persisted}"
         text = (
             f"for {since} iterations, {newest} has reached all peers (a window has {size} iterations); "
             "a failure now costs more than planned. The logs of the ranks name peers that lag or refuse copies"
         )
-        self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
+        self._reports.warn(text, NothingPersisted(text, since, persisted))
 
     def _watch_cost(self, committed: int, worth: float) -> None:
         """Warn if saving costs more than the cap allows, for example because flags fix the window."""
@@ -117,10 +117,10 @@ class ProgressWatch:
         """Log a line and record an event for each window that is persisted on every rank."""
         progress = self._checkpointer.progress
         persisted = progress.persisted
-        if persisted <= self.announced or not self._reports.is_recorded:
+        if persisted is None or not is_newer(persisted, self.announced) or not self._reports.is_recorded:
             return
         schedule = self._checkpointer.history.at(persisted)
-        if schedule.slot(persisted) == 0 or self.announced == NONE:
+        if schedule.slot(persisted) == 0 or self.announced is None:
             self.announced = persisted
             self._reports.log(
                 f"the window whose first snapshot is {persisted} is persisted on every rank "

@@ -24,7 +24,6 @@ from moevement_core.saving.reports import Reports
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.strategies import Strategy
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.topology.host_budget import Allowed
@@ -229,7 +228,7 @@ class Saving:
     @property
     def has_persisted(self) -> bool:
         """True if the ranks have agreed that a window is persisted on every rank."""
-        return self.checkpointer.progress.persisted != NONE
+        return self.checkpointer.progress.persisted is not None
 
     def recapture(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Capture ``SS_iteration`` anew, while a recovery executes iterations again.
@@ -262,10 +261,11 @@ class Saving:
         older than the first iteration of the longest replay that the schedules plan for. Otherwise, logs would grow
         without limit while no window is persisted.
         """
-        reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
-        if (run := self.checkpointer.needed)[0] != NONE:
-            needed = self.checkpointer.history.at(run[0]).replayed_after(run)
-        return max(needed, committed + 2 - reach)
+        reach = max(map(self.windows.iterations_logged, self.checkpointer.history.all))
+        planned = committed + 2 - reach
+        if (run := self.checkpointer.needed) is None:
+            return planned
+        return max(planned, self.checkpointer.history.at(run.first).replayed_after(run))
 
     def _digests_whole(self, iteration: int) -> Collection[str]:
         """Return the operators whose whole state has a digest in ``SS_iteration``."""
@@ -336,7 +336,8 @@ class Saving:
         if schedule.start > self.began_at or self.began_at > 0:
             return  # Windows were persisted since the job began, or the job began from a loaded state.
         # Peers do not accept snapshots that are too old for any restore point.
-        first = max(schedule.start, self.checkpointer.oldest_needed)
+        needed = self.checkpointer.oldest_needed
+        first = schedule.start if needed is None else max(schedule.start, needed)
         record = {
             "boundary": self._binding.boundary_copy(),
             "iteration": {},

@@ -14,6 +14,7 @@ from typing import Any
 
 from moevement_core.comms.codec import Plain, decode, encode, pack_schedule, unpack_schedule
 from moevement_core.comms.exchange import all_gather_objects, broadcast_object
+from moevement_core.engine.lifetime import RunSpan
 from moevement_core.policy.schedule import Schedule, is_other_window
 
 
@@ -28,17 +29,14 @@ class Policy:
     """State that the strategy has learned, such as token counts, as ``Strategy.learned()`` returns it."""
     settled: bool
     """True if W is final, so ranks stop measuring for it."""
-    announced: int
-    """First snapshot of the newest window that the job logged as persisted; ``NONE`` without one."""
+    announced: int | None
+    """First snapshot of the newest window that the job logged as persisted; None without one."""
     began_at: int
     """Iteration that the job started from."""
     disk_job: str
     """Name of the job's start, which windows on disk carry; empty if the job has not used a folder yet."""
-    needed: tuple[int, int]
-    """First and last snapshot of the newest recoverable run that is persisted on every rank.
-
-    Both are ``NONE`` if no run is persisted.
-    """
+    needed: RunSpan | None
+    """Newest recoverable run that is persisted on every rank; None without one."""
     keeps_own_copies: bool
     """True if ranks keep their own snapshots after all peers have copies."""
 

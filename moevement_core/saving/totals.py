@@ -9,7 +9,7 @@ from typing import Any
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.engine.progress import Progress
 from moevement_core.run.outcome import Recovery
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.util.iterations import reached_by_all
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Totals:
 def summary(
     totals: Totals,
     progress: Progress,
-    on_disk: tuple[int, int, int, float],
+    on_disk: tuple[int | None, int, int, float],
     decided: tuple[int, int, int],
     warnings: Sequence[str],
     recoveries: Sequence[Recovery],
@@ -63,13 +63,11 @@ def summary(
     """
     per_rank = all_gather_objects(
         (totals, progress, on_disk, decided),
-        tuple[Totals, Progress, tuple[int, int, int, float], tuple[int, int, int]],
+        tuple[Totals, Progress, tuple[int | None, int, int, float], tuple[int, int, int]],
     )
     all_totals, all_progress, disk, decisions = ([sent[part] for sent in per_rank] for part in range(4))
     all_warnings = all_gather_objects(list(warnings), list[str])
-    newest_on_disk = min(disk_totals[0] for disk_totals in disk)
     longest_s = max(rank_totals.train_s for rank_totals in all_totals) or 1.0
-    persisted = min(rank_progress.persisted for rank_progress in all_progress)
     return {
         "stall_s": max(rank_totals.stall_s for rank_totals in all_totals),
         "stall_share": max(rank_totals.stall_s for rank_totals in all_totals) / longest_s,
@@ -81,11 +79,11 @@ def summary(
         "windows": max(decided[0] for decided in decisions),
         "windows_abandoned": sum(rank_progress.abandoned for rank_progress in all_progress),
         "reorders": max(decided[1] for decided in decisions),
-        "persisted_from": None if persisted == NONE else persisted,
+        "persisted_from": reached_by_all(rank_progress.persisted for rank_progress in all_progress),
         "longest_unpersisted": max(decided[2] for decided in decisions),
         "memory_bytes": max(rank_progress.memory_bytes for rank_progress in all_progress),
         "recoveries": [recovery.as_dict() for recovery in recoveries],
-        "on_disk": None if newest_on_disk == NONE else newest_on_disk,
+        "on_disk": reached_by_all(disk_totals[0] for disk_totals in disk),
         "disk_windows_failed": max(disk_totals[1] for disk_totals in disk),
         "disk_bytes": sum(disk_totals[2] for disk_totals in disk),
         "disk_s": max(disk_totals[3] for disk_totals in disk),

@@ -32,12 +32,13 @@ from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation
 from moevement_core.saving.stage_policy import Policy
-from moevement_core.snapshot.agreement import MOST_PERIOD, NONE
+from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies import Measured, Proposal, Strategy
 from moevement_core.strategies.redo import NOT_CARRIED
 from moevement_core.topology.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Counts, ExpertRoom
+from moevement_core.util.iterations import is_newer
 from moevement_core.util.words import counted
 
 WARM_UP = 8
@@ -112,8 +113,8 @@ class WindowDecisions:
         self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
         self._sums: list[tuple[torch.Tensor, Callable[[], None]]] = []
         """Token counts of the last window, each with the asynchronous reduction that sums them over the stage."""
-        self._counted = NONE
-        """Last iteration whose tokens were read from the counters."""
+        self._counted: int | None = None
+        """Last iteration whose tokens were read from the counters; None before the first."""
         self._steps: list[_Step] = []
         self.allowed = allowed
         """Host memory that this rank may use."""
@@ -224,7 +225,7 @@ class WindowDecisions:
         """
         if not self.strategy.loses_updates:
             self._drop_counts()
-        elif self._counts_again or self._counted < committed:
+        elif self._counts_again or is_newer(committed, self._counted):
             self.count(committed)
         else:
             for counter in self._counters:
@@ -361,7 +362,8 @@ class WindowDecisions:
             self.planned_bytes = per_rank[self.topology.rank].nbytes if per_rank else None
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
-        history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
+        if (oldest := checkpointer.oldest_needed) is not None:
+            history.forget_before(max(oldest, history.oldest.start))
         if is_other:
             self._meter.forget()  # other windows have another cost
         if is_other and measured and self.topology.rank == 0:

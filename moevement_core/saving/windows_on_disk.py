@@ -24,13 +24,14 @@ from moevement_core.saving.folder import (
 from moevement_core.saving.identity import JobNames
 from moevement_core.saving.reports import Reports
 from moevement_core.saving.window_files import JobWindows, windows_of_all
-from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
 from moevement_core.trainer.equal_bits import arithmetic_of_all
+from moevement_core.util.iterations import is_newer
 from moevement_core.util.lock import FolderLock, other_holder
 
 TIMEOUT_S = 600.0
@@ -82,7 +83,7 @@ class WindowsOnDisk:
     @property
     def newest(self) -> int | None:
         """Iteration whose state the newest window on disk restores; None without a window."""
-        return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
+        return None if self._writer is None else self._writer.newest
 
     @property
     def written_bytes(self) -> int:
@@ -160,20 +161,19 @@ class WindowsOnDisk:
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
         newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
-        reached = newest_dense if newest_dense is not None else NONE
         windows = [
             manifest
             for manifest in windows_of_all(self._place)
-            if manifest.job == self.job_name and reached < manifest.reaches <= until
+            if manifest.job == self.job_name and manifest.reaches <= until and is_newer(manifest.reaches, newest_dense)
         ]
         return JobWindows(self._place, windows)
 
-    def close(self) -> tuple[int, int, int, float]:
+    def close(self) -> tuple[int | None, int, int, float]:
         """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.
 
         Returns:
-            Iteration that the newest window restores, number of windows that could not be written, and bytes and
-            seconds of writing.
+            Iteration that the newest window restores (None without a window), number of windows that could not be
+            written, and bytes and seconds of writing.
         """
         writer = self._writer
         if writer is not None:
@@ -183,7 +183,7 @@ class WindowsOnDisk:
         self._keep(())
         if self._lock is not None:
             self._lock.release()
-        return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
+        return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (None, 0, 0, 0.0)
 
     def _take_folder(self, template: str, is_start: bool) -> SharedFolder:
         """Find the folder and lock it for the job.

@@ -40,7 +40,6 @@ from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.session.drill import refuse_without_wipe
 from moevement_core.session.session import Session
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
@@ -143,7 +142,7 @@ def build_session(
         allowance=allowance,
         report=reports.report,
         has=ask_peers(topology, {}) if policy is not None else {},
-        needed=policy.needed if policy is not None else (NONE, NONE),
+        needed=policy.needed if policy is not None else None,
         pause=pause,
         may_give_up_own=config.budget.keep_own is KeepOwn.AUTO and config.disk.persist_dir is None and not has_parity,
         give_up_log=_give_up_log(boundary_log, allowance),
@@ -161,7 +160,7 @@ def build_session(
         checkpointer=checkpointer,
         reports=reports,
         peer_timeout_s=config.timeouts.peer_s,
-        announced=policy.announced if policy is not None else NONE,
+        announced=policy.announced if policy is not None else None,
         meter=meter,
         cap=config.strategy.kept_cap,
     )

@@ -74,7 +74,7 @@ def report_of(binding: Binding, session: Session | None, reached: RankReport | N
     status = RankStatus(stage=place.stage, replica=place.replica)
     if session is None:
         return RankReport(status)
-    persisted, _ = session.saving.checkpointer.needed
+    persisted = session.saving.checkpointer.lifetime.first_needed
     status = replace(status, was_training=True, began_at=session.saving.began_at, persisted=persisted)
     mark = session.commit.mark if not session.commit.torn else None
     if mark is None:

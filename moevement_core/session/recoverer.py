@@ -21,7 +21,6 @@ from moevement_core.run.events import RecoveredFromDisk
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.topology.parts import Parts
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.commit import Mark
@@ -42,8 +41,8 @@ class Recoverer:
         self.done: list[Recovery] = []
         """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
-        self._placed_since = NONE
-        """Iteration after which each rank has been on its present node and device, as survivors have reported.
+        self._placed_since: int | None = None
+        """Iteration after which each rank has been on its present node and device, as survivors have reported; or None.
 
         The newest recovery sets this value.
         """

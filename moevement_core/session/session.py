@@ -28,7 +28,6 @@ from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.recoverer import Recoverer
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.trainer import observer
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
@@ -195,7 +194,7 @@ class Session:
             "replicated_bytes": progress.replicated_bytes,
             "replication_lag": progress.lag,
             "copies_under_way": self.saving.copies_missing,
-            "persisted_from": None if progress.persisted == NONE else progress.persisted,
+            "persisted_from": progress.persisted,
             "window": checkpointer.history.newest.size,
             "window_snapshots": checkpointer.history.newest.snapshots,
             "windows_abandoned": progress.abandoned,

@@ -15,6 +15,7 @@ from enum import IntEnum
 import torch
 
 from moevement_core.comms.tree import Reduction, TreeGroup
+from moevement_core.util.iterations import is_newer
 
 HORIZON = 512
 """Number of newest iterations that an agreement covers. Runs that began before them have no status."""
@@ -24,8 +25,6 @@ MOST_PERIOD = HORIZON // 4
 A run that the job still needs may have begun two such periods ago, and even earlier if peers receive snapshots late.
 :data:`HORIZON` covers four periods.
 """
-NONE = -(1 << 40)
-"""Value that stands for no iteration. It is far below 0, because runs may begin a little before iteration 0."""
 
 
 class RunStatus(IntEnum):
@@ -68,16 +67,16 @@ class Agreed:
     """True if any rank has received a request to end the job between two iterations."""
 
     @property
-    def newest_persisted(self) -> int:
-        """First snapshot of the newest run that is persisted on every rank; ``NONE`` if there is none."""
-        return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=NONE)
+    def newest_persisted(self) -> int | None:
+        """First snapshot of the newest run that is persisted on every rank; None if there is none."""
+        return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=None)
 
-    def first_open(self, after: int) -> int:
-        """Return the first iteration after ``after`` at which an open or persisted run begins.
+    def first_open(self, after: int | None) -> int:
+        """Return the first iteration after ``after`` at which an open or persisted run begins; None: the very first.
 
         If no open or persisted run begins after ``after``, return :attr:`iteration`.
         """
-        may = (start for start, status in self.statuses.items() if start > after and status)
+        may = (start for start, status in self.statuses.items() if status and is_newer(start, after))
         return min(may, default=self.iteration)
 
 

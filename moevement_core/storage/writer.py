@@ -25,7 +25,7 @@ import numpy as np
 
 from moevement_core.errors import FolderInUse
 from moevement_core.policy.schedule import Saved
-from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
 from moevement_core.storage.files import file_name, read_snapshot, write_snapshot
 from moevement_core.storage.manifest import (
@@ -39,6 +39,7 @@ from moevement_core.storage.manifest import (
     remove_windows,
     sync_folder,
 )
+from moevement_core.util.iterations import is_newer
 
 Report = Callable[[str], None]
 KEPT = 2
@@ -121,8 +122,8 @@ class WindowWriter:
         keep: Callable[[Sequence[SnapshotLease]], None] | None = None,
     ) -> None:
         self._keep = keep
-        self.newest = NONE
-        """Iteration whose state the newest window on disk restores."""
+        self.newest: int | None = None
+        """Iteration whose state the newest window on disk restores; None without a window."""
         self.written_bytes = 0
         self.write_s = 0.0
         self.failed = 0
@@ -142,7 +143,8 @@ class WindowWriter:
         """
         self._window: _Window | None = None
         """Window that the job is writing now; None if there is none."""
-        self._last_begun = NONE
+        self._last_begun: int | None = None
+        """First snapshot of the newest window that the job has begun to write; None before the first."""
         self._on_disk: list[str] = []
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
         """Folder of the window that this rank wrote last, and the state that each file in the folder holds."""
@@ -174,7 +176,7 @@ class WindowWriter:
             first: first snapshot of the window.
             last: last snapshot of the window.
         """
-        if self._window is not None or first <= self._last_begun:
+        if self._window is not None or not is_newer(first, self._last_begun):
             return
         self._last_begun = first
         is_stalled = any(writer.is_alive for writer in self._left_behind)

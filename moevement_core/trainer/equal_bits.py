@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.recovery.plan import RecoveryPlan, Report
 from moevement_core.restart.generation import generation
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.storage.manifest import Manifest
 from moevement_core.util.arithmetic import arithmetic, is_repeatable, sums_follow_places
+from moevement_core.util.iterations import is_newer, newest_of
 
 NOT_REPEATABLE = "kernels add in no fixed order (without --deterministic-mode)"
 
@@ -38,16 +38,16 @@ class PlacementHistory:
         self._placements: list[tuple[int, str]] = []
         """Pairs of an iteration and the placement that came into force after it."""
 
-    def note(self, iteration: int, placement: str, since: int = NONE) -> None:
+    def note(self, iteration: int, placement: str, since: int | None = None) -> None:
         """Record that ranks execute all iterations after ``iteration`` on the nodes and devices of ``placement``.
 
         Args:
             iteration: iteration whose state is live.
             placement: current placement.
-            since: iteration after which the placement is in force, as survivors report; ``NONE`` if unknown. Only a
+            since: iteration after which the placement is in force, as survivors report; None if unknown. Only a
                 rank without a history uses this value.
         """
-        if not self._placements and since != NONE:
+        if not self._placements and since is not None:
             self._placements.append((min(iteration, since), placement))
         while self._placements and self._placements[-1][0] >= iteration:
             self._placements.pop()
@@ -92,17 +92,17 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
         return f"ranks run on different processors or libraries: {' and '.join(kinds)}"
     if not all(report.is_repeatable for report in reports):
         return NOT_REPEATABLE
-    if min(iterations.start for iterations in replayed) <= placed_since(reports):
+    if not is_newer(min(iterations.start for iterations in replayed), placed_since(reports)):
         return "ranks are on other nodes or devices than when these iterations were computed first"
     return ""
 
 
-def placed_since(reports: Sequence[Report]) -> int:
-    """Return the latest iteration that any rank reports as ``placed_since``.
+def placed_since(reports: Sequence[Report]) -> int | None:
+    """Return the latest iteration that any rank reports as ``placed_since``; None if no rank has a history.
 
     In the iterations after it, no rank changed its node or device.
     """
-    return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
+    return newest_of(report.placed_since for report in reports)
 
 
 def arithmetic_of_all() -> tuple[str, ...]:

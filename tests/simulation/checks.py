@@ -16,6 +16,7 @@ from moevement_core.rendezvous.takeover import split_blocks
 from moevement_core.session.rejoin import Unrecoverable
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.util.iterations import is_newer
 from tests.simulation.hosts import Job
 from tests.simulation.scenario import Kind
 from tests.simulation.trainer import Trainer, failure_free
@@ -277,9 +278,9 @@ class Checks:
         if (
             is_calm
             and scenario.iterations - self.resumed_at > reach
-            and lifetime.persisted < scenario.iterations - reach
+            and is_newer(scenario.iterations - reach, lifetime.first_needed)
         ):
             raise Violation(
                 f"{process.name}: nothing was persisted in the {scenario.iterations - self.resumed_at} iterations "
-                f"after {self.resumed_at}; the window from {lifetime.persisted} on still is the newest"
+                f"after {self.resumed_at}; the window from {lifetime.first_needed} on still is the newest"
             )

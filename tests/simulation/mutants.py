@@ -40,7 +40,8 @@ def freed_too_early() -> list[Patch]:
     def wrong(self: Lifetime, agreed: Any, held: Iterable[int]) -> Unneeded:
         here = list(held)
         unneeded = learn(self, agreed, here)
-        return replace(unneeded, old=[*unneeded.old, *(iteration for iteration in here if iteration == self.persisted)])
+        needed = [iteration for iteration in here if iteration == self.first_needed]
+        return replace(unneeded, old=[*unneeded.old, *needed])
 
     free_before = ReplicaStore.free_before
     return [

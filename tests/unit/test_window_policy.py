@@ -22,7 +22,7 @@ def _schedule(table: OperatorTable, size: int, start: int, *, turned: bool = Fal
 
 def _policy(window_start: int, *schedules: Schedule, settled: bool = True) -> Policy:
     scores = np.arange(float(len(schedules[0].table)))
-    return Policy(window_start, schedules, (scores, scores), settled, -1, 0, "job", (-1, -1), True)
+    return Policy(window_start, schedules, (scores, scores), settled, None, 0, "job", None, True)
 
 
 def _ids(policy: Policy) -> list[str]:

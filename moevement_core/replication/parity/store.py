@@ -21,12 +21,12 @@ from moevement_core.replication.parity.field import add_product
 from moevement_core.replication.parity.groups import Group
 from moevement_core.replication.parity.staging import Staging
 from moevement_core.replication.peer_store import PeerStore
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, digest_of
 from moevement_core.util import damage
+from moevement_core.util.iterations import is_newer, newest_of
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,8 @@ class GroupStore:
 
     def __init__(self, group: Group, number: int, device: Device) -> None:
         self.group, self.number = group, number
-        self.floor = NONE
+        self.floor: int | None = None
+        """Iteration of the oldest stripe that is kept; None if all are."""
         self.arena, self.staging = Arena(device), Staging()
         self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
         self._stripes: dict[int, Stripe] = {}
@@ -180,7 +181,7 @@ class GroupStore:
     def free_before(self, iteration: int) -> None:
         """Free the stripes of iterations before ``iteration``, because no recovery needs them."""
         with self._lock:
-            self.floor = max(self.floor, iteration)
+            self.floor = newest_of((self.floor, iteration))
             for old in [kept for kept in self._stripes if kept < iteration]:
                 self._release(old)
 
@@ -259,12 +260,13 @@ class MemberStore(PeerStore):
 
     @property
     @override
-    def floor(self) -> int:  # type: ignore[override]
+    def floor(self) -> int | None:  # type: ignore[override]
         return self.group.floor
 
     @override
     def lower_floor(self, iteration: int) -> None:
-        self.group.floor = min(self.group.floor, iteration)
+        if is_newer(self.group.floor, iteration):
+            self.group.floor = iteration
 
     @override
     def schedules(self) -> Mapping[int, str]:

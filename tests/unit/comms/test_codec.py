@@ -18,6 +18,7 @@ from moevement_core.comms.codec import Plain, decode, encode, pack_schedule, unp
 from moevement_core.comms.connections import Address
 from moevement_core.elastic.ranges import Range
 from moevement_core.engine import progress as engine_progress
+from moevement_core.engine.lifetime import RunSpan
 from moevement_core.errors import ExchangeError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes
 from moevement_core.policy.partial_experts import LostTokens
@@ -102,7 +103,7 @@ def test_a_schedule_is_the_same_on_another_rank(schedule: SparseSchedule | Dense
 
 
 def policy(learned: object) -> Policy:
-    return Policy(4, tuple(schedules()), learned, True, 1, 0, "name", (3, 4), False)
+    return Policy(4, tuple(schedules()), learned, True, 1, 0, "name", RunSpan(3, 4), False)
 
 
 def test_a_report_with_the_data_for_replacements() -> None:

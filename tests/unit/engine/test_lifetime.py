@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from moevement_core.engine.lifetime import Lifetime, Unneeded
+from moevement_core.engine.lifetime import Lifetime, RunSpan, Unneeded
 from moevement_core.policy.schedule import Contents, ScheduleHistory
 from moevement_core.policy.window import WindowKind
-from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
+from moevement_core.snapshot.agreement import Agreed, RunStatus
 from moevement_core.strategies import DenseToPeers, MoEvement, Strategy
 from tests.unit.policy.tables import equal_experts
 
@@ -81,31 +81,31 @@ def test_what_may_go(statuses: Mapping[int, RunStatus], captured: range, expecte
 
 
 def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks() -> None:
-    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=RunSpan(0, 2))
     lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(6)))
     assert lifetime.learn(Agreed(5, {0: PERSISTED, 3: OPEN}), range(6)) == Unneeded([], [], [])
-    assert (lifetime.persisted, lifetime.last_needed) == (0, 2)
+    assert lifetime.persisted == (0, 2)
     assert lifetime.learn(Agreed(6, {0: PERSISTED, 3: PERSISTED}), range(6)).old == [0, 1, 2]
-    assert (lifetime.persisted, lifetime.last_needed) == (3, 5)
+    assert lifetime.persisted == (3, 5)
     assert lifetime.learn(Agreed(7, {}), range(3, 7)).old == [], "a rank that joins knows of no run yet"
-    assert lifetime.persisted == 3
+    assert lifetime.persisted == (3, 5)
 
 
 def test_a_rank_that_a_failure_kept_from_learning_keeps_the_run_to_which_the_others_go_back() -> None:
-    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=RunSpan(0, 2))
     lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(6)))
     lifetime.catch_up(3)
-    assert (lifetime.persisted, lifetime.last_needed) == (3, 5)
+    assert lifetime.persisted == (3, 5)
     assert lifetime.learn(Agreed(7, {6: OPEN}), range(7)) == Unneeded([0, 1, 2], [], [])
     lifetime.catch_up(0)
-    assert lifetime.persisted == 3
+    assert lifetime.persisted == (3, 5)
 
 
 def test_a_rank_does_not_catch_up_with_a_run_that_it_has_not_reported() -> None:
-    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=RunSpan(0, 2))
     lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(3)))
     lifetime.catch_up(3)
-    assert (lifetime.persisted, lifetime.last_needed) == (0, 2)
+    assert lifetime.persisted == (0, 2)
 
 
 def test_the_run_that_a_recovery_has_loaded_stays_although_it_is_never_persisted() -> None:
@@ -123,7 +123,7 @@ def test_the_run_that_a_recovery_has_loaded_stays_although_it_is_never_persisted
 
 
 def test_a_run_that_a_recovery_has_loaded_may_go_where_another_run_is_persisted() -> None:
-    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=RunSpan(0, 2))
     lifetime.restored(3, 5)
     lifetime.statuses(10, held("aligned", range(10)), held("aligned", range(3)))
     assert lifetime.learn(Agreed(9, {0: PERSISTED, 9: OPEN}), range(10)) == Unneeded([], [3, 4, 5, 6, 7, 8], [])
@@ -149,4 +149,4 @@ def test_only_the_window_under_way_is_given_up(
 
 def test_nothing_is_persisted_before_all_ranks_have_said_so() -> None:
     lifetime = Lifetime(STRATEGIES["dense"])
-    assert (lifetime.persisted, lifetime.last_needed) == (NONE, NONE)
+    assert lifetime.persisted is None

@@ -15,10 +15,11 @@ from moevement_core.policy.partial_experts import TokenAccount, chosen, most_exp
 from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Saved, ScheduleHistory
 from moevement_core.policy.versions import version_runs
-from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
+from moevement_core.snapshot.agreement import Agreed, RunStatus
 from moevement_core.strategies.moc import MoC, PartialSchedule
 from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
+from moevement_core.util.iterations import is_newer
 
 STATE = StateBytes(compute=2, master=4, optimizer=8)
 MEASURED = Measured(iteration_s=1.0, d2h_bytes_per_s=1e9, replication_bytes_per_s=1e9, replicas=1)
@@ -114,7 +115,7 @@ def test_what_may_still_be_needed_is_kept() -> None:
         schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6), 6)
         lifetime, held, delivered = Lifetime(MoC(schedule.table)), dict[int, Contents](), set[int]()
         pending: tuple[int, dict[int, RunStatus]] | None = None
-        newest = NONE
+        newest: int | None = None
         for iteration in range(120):
             if pending is not None:
                 unneeded = lifetime.learn(Agreed(*pending), held)
@@ -129,10 +130,10 @@ def test_what_may_still_be_needed_is_kept() -> None:
             if (saved := schedule.contents(iteration)) is not None and random.random() < 0.9:
                 held[iteration] = saved
             reached = next(restore_points({at: held[at] for at in held.keys() & delivered}), None)
-            assert newest == NONE or (reached is not None and reached.last >= newest), seed
+            assert newest is None or (reached is not None and reached.last >= newest), seed
             newest = reached.last if reached is not None else newest
             assert len(held) <= schedule.slots_kept(2) + 2, seed
-        assert newest > 100, seed
+        assert is_newer(newest, 100), seed
 
 
 def test_a_start_stays_open_over_a_gap() -> None:

@@ -18,8 +18,8 @@ from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
 from moevement_core.recovery.replay import Observer, replay
-from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
+from moevement_core.util.iterations import is_newer
 from tests.unit.recovery.toy import OPERATORS, Toy, run_until
 
 
@@ -95,7 +95,7 @@ def test_the_state_that_a_run_begins_from_comes_back_though_no_iteration_was_run
     plan, check = reallocate(toy, snapshots, 0)
     assert (plan.first, plan.until, toy.ran) == (-3, 0, [])
     assert toy.whole() == truth
-    assert (check.known_until, check.verified_until) == (0, NONE), "restored, and nothing was recomputed"
+    assert (check.known_until, check.verified_until) == (0, None), "restored, and nothing was recomputed"
     assert check.restored == set(toy.names)
     assert plan_of(snapshots, None).until == 0, "what those snapshots lead to, without being asked"
 
@@ -111,7 +111,7 @@ def test_verified_is_said_of_the_last_iteration_that_was_compared_and_of_none_be
     toy.wipe()
     _, check = reallocate(toy, {i: without[i] for i in range(3, 6)}, 8)
     assert check.known_until == 3, "slot 0 was compared when it was loaded, and never again"
-    assert (check.recomputed, check.verified_until) == (set(), NONE), "nothing was compared after an update"
+    assert (check.recomputed, check.verified_until) == (set(), None), "nothing was compared after an update"
     toy.wipe()
     _, check = reallocate(toy, {i: snapshots[i] for i in range(3, 6)}, 8)
     last = {name for name, saved in zip(toy.names, snapshots[5].contents, strict=True) if saved == Saved.FULL}
@@ -119,7 +119,7 @@ def test_verified_is_said_of_the_last_iteration_that_was_compared_and_of_none_be
     assert check.restored == last, "of the last slot nothing was updated before its digest was compared"
     assert check.recomputed == set(toy.names) - last
     enabled = StateCheck(toy.states(), toy.whole, enabled=False)
-    assert enabled.verified_until == NONE
+    assert enabled.verified_until is None
 
 
 def _without_whole(snapshot: Snapshot) -> Any:
@@ -146,7 +146,7 @@ def test_a_replay_that_goes_wrong_is_found() -> None:
     toy.run = run_with_a_flipped_bit  # type: ignore[method-assign]
     _, check = reallocate(toy, snapshots, 7)
     assert re.search(rf"\b{re.escape(toy.names[0])}\b.*\biteration 5\b", check.differences[0])
-    assert check.verified_until < 5
+    assert is_newer(5, check.verified_until)
 
 
 def test_a_send_that_differs_is_found_though_state_and_losses_are_right() -> None:
@@ -184,7 +184,7 @@ def test_a_loss_that_differs_is_found() -> None:
     toy.run = lambda iteration, outcome: {"loss": run(iteration, outcome)["loss"] + 1e-3}  # type: ignore[method-assign]
     plan, check = reallocate(toy, snapshots, 6)
     assert re.search(rf"\bloss\b.*\biteration {plan.first + 1}\b", check.differences[0])
-    assert check.losses_until == NONE
+    assert check.losses_until is None
 
 
 def test_frozen_weights_matter() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from moevement_core.overhead.cap import RECENT, Evidence
 from moevement_core.run.events import AboveCap
 from moevement_core.saving.progress_watch import ProgressWatch
-from moevement_core.snapshot.agreement import NONE
 
 
 class Heard:
@@ -27,11 +26,11 @@ class Heard:
             self.iterations.append(event.iterations)
 
 
-def watch(heard: Heard, persisted: int) -> tuple[ProgressWatch, SimpleNamespace]:
+def watch(heard: Heard, persisted: int | None) -> tuple[ProgressWatch, SimpleNamespace]:
     progress = SimpleNamespace(persisted=persisted, lag=0)
     checkpointer: Any = SimpleNamespace(progress=progress, history=SimpleNamespace(newest=SimpleNamespace(size=2)))
     reports: Any = heard
-    return ProgressWatch(checkpointer, reports, 60.0, announced=NONE), progress
+    return ProgressWatch(checkpointer, reports, 60.0, announced=None), progress
 
 
 def test_a_rank_that_comes_late_counts_from_when_it_came() -> None:
@@ -45,7 +44,7 @@ def test_a_rank_that_comes_late_counts_from_when_it_came() -> None:
 
 def test_what_stays_away_is_said_the_longer_the_rarer_and_what_comes_begins_the_count_again() -> None:
     heard = Heard()
-    watcher, progress = watch(heard, persisted=NONE)
+    watcher, progress = watch(heard, persisted=None)
     for committed in range(40):
         watcher.look(committed, [])
     first, *later = heard.iterations
@@ -72,11 +71,11 @@ def test_a_cost_that_stays_above_the_cap_is_said_each_time_that_it_passes_it() -
     heard, meter = Heard(), Meter()
     schedule = SimpleNamespace(size=10**9, snapshots=3)
     checkpointer: Any = SimpleNamespace(
-        progress=SimpleNamespace(persisted=NONE, lag=0), history=SimpleNamespace(newest=schedule)
+        progress=SimpleNamespace(persisted=None, lag=0), history=SimpleNamespace(newest=schedule)
     )
     reports: Any = heard
     metered: Any = meter
-    watcher = ProgressWatch(checkpointer, reports, 60.0, NONE, metered, cap=0.02)
+    watcher = ProgressWatch(checkpointer, reports, 60.0, None, metered, cap=0.02)
     few, unsure, sure, below = (
         Evidence(0.5, 0.0, RECENT - 1), Evidence(0.05, 0.04, RECENT), Evidence(0.05, 0.01, RECENT),
         Evidence(0.01, 0.001, RECENT),

@@ -26,7 +26,7 @@ from moevement_core.replication.placement import place, sources_of
 from moevement_core.replication.receiver import CopyReceiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import NONE, RunStatus
+from moevement_core.snapshot.agreement import RunStatus
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from moevement_core.strategies import DenseToPeers, MoEvement, SparseSchedule, Strategy
@@ -72,6 +72,13 @@ class Rank:
             Allowance(math.inf),
             self.reports.append,
         )  # fmt: skip
+
+    @property
+    def persisted(self) -> int:
+        """First snapshot of the run that is persisted on every rank; there has to be one."""
+        first = self.checkpointer.progress.persisted
+        assert first is not None
+        return first
 
     def change_state(self, iteration: int) -> None:
         generator = torch.Generator().manual_seed(1000 * iteration + self.number)
@@ -168,7 +175,7 @@ class Job:
         for rank in self.members:
             own = rank.checkpointer.own.snapshots()
             persisted = rank.checkpointer.progress.persisted
-            if persisted != NONE:
+            if persisted is not None:
                 contents = {i: held.contents for i, held in rank.checkpointer.own._held.items()}
                 (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:

@@ -19,6 +19,7 @@ import torch
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import OperatorState
+from moevement_core.engine.lifetime import RunSpan
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import SnapshotError
@@ -31,12 +32,13 @@ from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot import arena as arenas
-from moevement_core.snapshot.agreement import NONE, SingleRankAgreement
+from moevement_core.snapshot.agreement import SingleRankAgreement
 from moevement_core.snapshot.arena import PAGE, Arena
 from moevement_core.snapshot.snapshot import Entry, Header, StateTensor, digest_of
 from moevement_core.strategies import SparseSchedule
 from moevement_core.strategies.moc import PartialSchedule
 from moevement_core.util.damage import Damage
+from moevement_core.util.iterations import is_newer
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
 from tests.unit.snapshot.loopback import CLOSED, Loopback, SharedAgreement
 
@@ -104,14 +106,14 @@ def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_
             assert not own.snapshots()
             assert own.arena.available == own.arena.nbytes, "all peers have everything"
             assert own.arena.nbytes < rank.receivers[0].store.memory_bytes
-            assert rank.checkpointer.progress.persisted >= training.iteration - 7
+            assert rank.persisted >= training.iteration - 7
             assert rank.checkpointer.progress.abandoned == 0
         training.wire.stopped[1] = threading.Event()
         training.run(4, settled=False)
         assert len(training.members[0].checkpointer.own.snapshots()) <= 3, "what is not there yet stays"
         training.wire.stopped.pop(1).set()
         training.run(12)
-        assert all(rank.checkpointer.progress.persisted >= training.iteration - 7 for rank in training.members)
+        assert all(rank.persisted >= training.iteration - 7 for rank in training.members)
 
 
 def test_what_a_recovery_reads_is_not_dropped_when_peers_come_to_have_it() -> None:
@@ -175,7 +177,7 @@ def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(
             training.run(36)
             newest = first.history.newest
             assert newest.size == size
-            assert first.progress.persisted >= training.iteration - 2 * size - 1
+            assert training.members[0].persisted >= training.iteration - 2 * size - 1
             here, at_peer = first.memory.here([newest]), first.memory.at_peer([newest])
             for rank in training.members:
                 assert rank.checkpointer.progress.abandoned == 0
@@ -229,16 +231,16 @@ def test_memory_that_was_given_back_does_not_come_again_after_a_failure() -> Non
 def test_a_peer_that_lags_costs_the_window_under_way_and_never_the_persisted_one(kind: WindowKind) -> None:
     with job(ranks=3, size=3, kind=kind) as training:
         training.run(8)
-        before = training.members[0].checkpointer.progress.persisted
+        before = training.members[0].persisted
         training.wire.stopped[1] = threading.Event()  # rank 1 neither answers nor sends
         training.run(20, settled=False)
         stuck = training.members[0].checkpointer
-        assert before <= stuck.progress.persisted <= training.iteration - 20
+        assert before <= training.members[0].persisted <= training.iteration - 20
         assert stuck.progress.abandoned > 0
         assert re.search(r"\biteration \d+\b.*\bhost memory\b.*\bwindow\b", reports(training))
         training.wire.stopped.pop(1).set()
         training.run(8)
-        assert all(rank.checkpointer.progress.persisted > before + 8 for rank in training.members), "it catches up"
+        assert all(rank.persisted > before + 8 for rank in training.members), "it catches up"
 
 
 def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
@@ -313,7 +315,7 @@ def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest
 def test_a_snapshot_that_is_always_damaged_never_counts_as_persisted() -> None:
     with job(ranks=2) as training:
         training.run(6)
-        persisted = training.members[0].checkpointer.progress.persisted
+        persisted = training.members[0].persisted
 
         def flip(source: int, peer: int, data: torch.Tensor) -> torch.Tensor:
             if source == 0 and data.numel() > 600 and data[0] != ord("{"):
@@ -324,7 +326,7 @@ def test_a_snapshot_that_is_always_damaged_never_counts_as_persisted() -> None:
         training.run(9, settled=False)
         time.sleep(0.2)
         training.run(2, settled=False)
-        assert training.members[0].checkpointer.progress.persisted <= persisted + 3
+        assert training.members[0].persisted <= persisted + 3
         pattern = rf"\bpeer 1\b.*\bsnapshot \d+\b.*\brank 0\b.*\bdamaged\b.*\b{ATTEMPTS}\b"
         assert re.search(pattern, reports(training))
 
@@ -332,10 +334,10 @@ def test_a_snapshot_that_is_always_damaged_never_counts_as_persisted() -> None:
 def test_a_peer_that_dies_is_reported_and_its_window_stays() -> None:
     with job(ranks=3) as training:
         training.run(6)
-        persisted = training.members[0].checkpointer.progress.persisted
+        persisted = training.members[0].persisted
         training.wire.cut.add(1)
         training.run(10, settled=False)
-        assert training.members[0].checkpointer.progress.persisted <= persisted + 3
+        assert training.members[0].persisted <= persisted + 3
         assert any(re.search(rf"\bpeer 1\b.*\brank 0\b.*{CLOSED}", text) for text in training.members[0].reports)
         (keeper,) = training.placement[1]
         assert any(re.search(rf"\brank 1\b.*{CLOSED}", text) for text in training.members[keeper].reports)
@@ -347,7 +349,7 @@ def test_a_source_that_asks_for_more_than_its_allowance_is_refused() -> None:
         time.sleep(0.2)
         assert re.search(r"^rank 0\b.*\bGB\b.*\b0\.000 GB\b", "\n".join(training.members[1].reports), re.MULTILINE)
         assert any(re.search(r"\bpeer 1\b.*\brank 0\b.*\bhost memory\b", text) for text in training.members[0].reports)
-        assert training.members[0].checkpointer.progress.persisted == NONE
+        assert training.members[0].checkpointer.progress.persisted is None
         assert all(receiver.store.memory_bytes == 0 for rank in training.members for receiver in rank.receivers)
 
 
@@ -477,7 +479,7 @@ def test_an_order_that_changes_costs_no_window_under_way(kind: WindowKind, size:
         training.run(2 * size + 2)
         for rank in training.members:
             assert rank.checkpointer.progress.abandoned == 0
-            assert rank.checkpointer.progress.persisted >= training.iteration - 3 * size - 2
+            assert rank.persisted >= training.iteration - 3 * size - 2
 
 
 @pytest.mark.parametrize(
@@ -505,7 +507,8 @@ def test_replication_that_is_too_slow_still_persists_windows_only_fewer(kind: Wi
             training.run(1, settled=False)
             time.sleep(max(0.0, snapshot_s - 0.002))
             persisted.append(training.members[0].checkpointer.progress.persisted)
-        assert persisted[-1] > persisted[60] > NONE, persisted
+        assert persisted[60] is not None
+        assert is_newer(persisted[-1], persisted[60]), persisted
 
 
 def test_what_goes_wrong_behind_the_back_of_training_is_shown_at_the_next_snapshot() -> None:
@@ -550,7 +553,7 @@ def test_whatever_lags_and_breaks_the_persisted_window_stays_and_the_job_gets_go
             training.wire.stopped.pop(rank).set()
         healed_at = training.iteration
         deadline = time.monotonic() + 60  # for a busy machine; a window is persisted within about ten iterations
-        while not all(rank.checkpointer.progress.persisted > healed_at for rank in training.members):
+        while not all(is_newer(rank.checkpointer.progress.persisted, healed_at) for rank in training.members):
             assert time.monotonic() < deadline, reports(training)
             training.run(1, settled=False)
             time.sleep(0.02)
@@ -565,7 +568,8 @@ def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
         slots = [(schedule, slot) for slot in range(4)]
         longer = memory.run_bytes([*slots, *slots[:2]])
         assert memory.beside(longer, schedule) > memory.run_bytes(slots) + longer
-        checkpointer.lifetime.last_needed = checkpointer.lifetime.persisted + 5
+        first = training.members[0].persisted
+        checkpointer.lifetime.persisted = RunSpan(first, first + 5)
         before = checkpointer.asked_bytes
         checkpointer._make_more_room(schedule)
         assert checkpointer.asked_bytes >= memory.beside(longer, schedule) > before
