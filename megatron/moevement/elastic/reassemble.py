@@ -33,7 +33,7 @@ from moevement_core.session.build import build_session
 from moevement_core.session.run_directory import lock_run_directory
 
 
-def reassemble(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
+def reassemble(process: Process, run: RunConfig, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
     """Rebuild the job on the present ranks, from the state in the memory of survivors. Collective.
 
     Every rank calls it as soon as process groups are usable, before Megatron opens data. If memory holds the state only
@@ -41,6 +41,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 
     Args:
         process: this process.
+        run: configuration of the run.
         setup: Megatron's function that builds model, optimizer and scheduler.
         groups: process groups of this generation.
         first: iteration and consumed samples in Megatron's arguments when this process first started.
@@ -61,7 +62,6 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
         return False
     first.put()
     args, live, binding = get_args(), job.live, job.binding
-    run = RunConfig.from_args(args)
     assert run.session is not None
     with live.undo.nested() as inner:
         sharing_parameter_keys(inner, binding.parameter_keys, ())
@@ -85,7 +85,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
         process.start_over()
         return False
     args.num_floating_point_operations_so_far = meeting.run_totals
-    recorder.begin(live, args, lock)
+    recorder.begin(live, args, run.run_dir, lock)
     record_placement(live.record, live.iteration)
     connect(job)
     job.session = build_session(binding, run.session, names, prepared, is_resized=True)

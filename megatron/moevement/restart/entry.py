@@ -69,13 +69,14 @@ def enter_setup(process: Process) -> Wrapper:
                 with waiting_for_others():  # compilers, device libraries or a checkpoint may take long
                     return original(*args, **kwargs)
 
-            now = generation()
+            now, run = generation(), RunConfig.from_args(get_args())
             groups = Groups.now() if now is not None else None
             if now is not None:
                 make_communicators(_pipelines())
             take_up = reassemble if get_args().moevement_elastic else _take_up
-            if now is None or now.roster.generation == 0 or not take_up(process, setup, groups, first):
-                _begin(process, setup, groups, first)
+            is_start = now is None or now.roster.generation == 0
+            if is_start or not take_up(process, run, setup, groups=groups, first=first):
+                _begin(process, run, setup, groups=groups, first=first)
             live = process.job.live
             return live.model, live.optimizer, live.scheduler
 
@@ -92,7 +93,7 @@ def _pipelines() -> list[Any]:
     return list(group) if isinstance(group, list) else [group]
 
 
-def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:
+def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:
     """Set a job up from its start, and begin the run's record at the start iteration.
 
     Raises:
@@ -108,7 +109,6 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
         names = job.names = agree_on_names()
         process.lineage = names.start
         binding.job_name = names.name
-        run = RunConfig.from_args(args)
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
         begin_placement(args, is_restart=names.is_restart)
         with origin.loading(names, args) as began:
@@ -125,7 +125,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
                 binding, config, names, is_resumed=began.is_resumed, resize=resize,
                 asked_step=args.ckpt_step if args.load else None,
             )  # fmt: skip
-        recorder.begin(live, args, lock)
+        recorder.begin(live, args, run.run_dir, lock)
         record_placement(live.record, live.iteration)
         if names.is_restart:
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
@@ -142,7 +142,7 @@ def _report_restart(job: Job, source: str) -> None:
     job.event(Restarted(job.live.iteration, text))
 
 
-def _take_up(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
+def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
     """Meet the other ranks after a failure and find a restore point. Collective.
 
     Returns:
@@ -156,14 +156,14 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
     from megatron.training import get_args
 
     job, args = process.job, get_args()
-    config = RunConfig.from_args(args).session
+    config = run.session
     if config is None:  # a job without sparse checkpointing keeps no snapshots
         process.start_over()
         return False
     binding = job.binding
     binding.groups_now = groups
     binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
-    binding.on_resume = lambda until: recorder.resume_record(job, args)
+    binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
     try:
         session = job.session if job.has_begun else None
         job.rejoined = rejoin(

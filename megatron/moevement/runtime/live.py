@@ -7,6 +7,7 @@ replaced functions of :mod:`megatron.moevement.activate` keep them here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from moevement_core.recovery.boundary_log import BoundaryLog
@@ -54,6 +55,8 @@ class Live:
 
     None in training, and in a replay of all stages.
     """
+    run_dir: Path | None = None
+    """Folder for the run's metrics, events and summary, on all ranks; None without ``--run-dir``."""
     record: RunRecord | None = None
     """Record to which this rank writes events; None on ranks that write none, and without ``--run-dir``."""
     undo: UndoStack = field(default_factory=UndoStack)

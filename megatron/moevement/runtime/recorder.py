@@ -10,11 +10,11 @@ import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.moevement.arguments import RunConfig
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
@@ -148,20 +148,21 @@ def record_evaluated(process: Process) -> Wrapper:
     return wrapper
 
 
-def resume_record(job: Job, args: Namespace) -> None:
+def resume_record(job: Job, args: Namespace, run_dir: Path | None) -> None:
     """Open the run's record again on the last rank after a failure, if a replacement process has this rank."""
-    run_dir, live = RunConfig.from_args(args).run_dir, job.live
+    live = job.live
+    live.run_dir = run_dir
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
         live.record = continue_record(run_dir, job.binding.job_name, live.iteration)
 
 
-def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
-    """Begin the record of the run in its run directory. Collective.
+def begin(live: Live, args: Namespace, run_dir: Path | None, lock: FolderLock | None) -> None:
+    """Begin the record of the run in its run directory, if it has one. Collective.
 
     From now on the last rank writes the record. Only the last rank gets a ``lock`` of the directory.
     """
-    run_dir = RunConfig.from_args(args).run_dir
+    live.run_dir = run_dir
     _spare_training_its_writer()
     if run_dir is not None:
         live.record = begin_record(run_dir, lock, plain_config(vars(args)), live.iteration)
@@ -210,14 +211,12 @@ def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iter
 
 
 def _write_summary(job: Job, started_s: float) -> None:
-    from megatron.training import get_args
-
     if job.live.model is None:
         return
     checkpointing = job.session.finish() if job.session is not None else None
     if checkpointing and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         log.info(cost_line(checkpointing))
-    if RunConfig.from_args(get_args()).run_dir is None:
+    if job.live.run_dir is None:
         return
     digest = job_digest(job.live)
     record, ledger = job.live.record, job.ledger
