@@ -26,6 +26,7 @@ from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.strategies import Strategy
 from moevement_core.strategies.config import StrategyConfig
+from moevement_core.strategies.strategy import StageOperators
 from moevement_core.topology.host_budget import Allowed
 from moevement_core.topology.parts import Parts
 from moevement_core.topology.topology import Topology, connect
@@ -367,7 +368,7 @@ def strategy_of(config: StrategyConfig, binding: Binding, topology: Topology) ->
         topology: topology of a generation.
     """
     capacities = binding.expert_capacities(topology.table) if config.needs_capacity else None
-    return config.of(topology.table, topology.most_experts, capacities)
+    return config.of(StageOperators(topology.table, topology.most_experts, capacities))
 
 
 def learned_record(strategy: Strategy) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def build_session(
     warn_of_copies(topology, reports)
     if joining is None:
         refuse_what_is_not_defined(binding, config.strategy)
-    may_use = allowed(config.budget, topology.nodes, topology.rank, is_bounded=not config.strategy.selects)
+    may_use = allowed(config.budget, topology.nodes, topology.rank, is_bounded=not config.strategy.kind.selects_by_load)
     allowance = Allowance(may_use.nbytes)
 
     strategy = strategy_of(config.strategy, binding, topology)

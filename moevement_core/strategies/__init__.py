@@ -1,7 +1,8 @@
 """Checkpointing strategies: pure code that plans what each snapshot holds and which snapshots restore a state.
 
-A new strategy is one file here and one test. The file has a :class:`~moevement_core.policy.schedule.Schedule`, which
-plans what each snapshot holds, and a :class:`Strategy`, which makes schedules.
+A new strategy is one file, one line in ``registry.py``, and one test. The file has a
+:class:`~moevement_core.policy.schedule.Schedule`, which plans what each snapshot holds, and a :class:`Strategy`, which
+makes schedules, says which flags it has, and makes itself from them.
 """
 
 from moevement_core.strategies.checkfreq import CheckFreq

@@ -12,8 +12,9 @@ from __future__ import annotations
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.interval import hidden_interval, tuned_interval
 from moevement_core.policy.schedule import Schedule
+from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.dense import Dense
-from moevement_core.strategies.strategy import Measured
+from moevement_core.strategies.strategy import Measured, StageOperators
 
 OVERHEAD_CAP = 0.035
 """Default share of training time that checkpoints of CheckFreq may cost."""
@@ -32,6 +33,13 @@ class CheckFreq(Dense):
     rolls_back_all = True
     only_to_disk = True
     is_tuned = True
+    flags = frozenset({"dense_interval", "overhead_cap"})
+    cap_by_default = OVERHEAD_CAP
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> CheckFreq:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(stage.table, config.interval, config.cap)
 
     def __init__(self, table: OperatorTable, interval: int | None = None, cap: float = OVERHEAD_CAP) -> None:
         super().__init__(table, interval)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from moevement_core.errors import ConfigError
-from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.dynamic_k import PLT_LIMIT
-from moevement_core.policy.popularity import Ordering, OrderingConfig, counts_of
+from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import MOST_PERIOD
-from moevement_core.strategies.checkfreq import OVERHEAD_CAP as CHECKFREQ_CAP
-from moevement_core.strategies.checkfreq import CheckFreq
-from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
-from moevement_core.strategies.gemini import Gemini
-from moevement_core.strategies.moc import INTERVAL, MoC
-from moevement_core.strategies.moc_by_load import MoCByLoad
-from moevement_core.strategies.moetion import MoEtion
-from moevement_core.strategies.moevement import MoEvement
-from moevement_core.strategies.redo import Redo
-from moevement_core.strategies.strategy import Strategy
-from moevement_core.util.flags import AUTO, flag, within
+from moevement_core.strategies.registry import names, strategy_class
+from moevement_core.util.flags import AUTO, flag, flags_of, within
+
+if TYPE_CHECKING:
+    from moevement_core.strategies.strategy import StageOperators, Strategy
 
 
 class Recovery(StrEnum):
@@ -44,10 +38,7 @@ class Selection(StrEnum):
 
 NO_STRATEGY = "none"
 """Name that stands for no strategy: nothing is saved."""
-EVERYTHING: dict[str, type[Dense]] = {strategy.name: strategy for strategy in (DenseToPeers, CheckFreq, Gemini)}
-"""Strategies that save the whole state at once, by name."""
-PARTIAL = (MoC.name, MoEtion.name)
-"""Names of the strategies that leave experts out of snapshots."""
+DEFAULT_STRATEGY = "moevement"
 
 
 def _iterations(name: str, text: str) -> int | None:
@@ -71,7 +62,7 @@ class StrategyConfig:
     """Configuration of the strategy: what snapshots hold, and when they are taken."""
 
     name: str = flag(
-        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, *PARTIAL, NO_STRATEGY], default=MoEvement.name,
+        "--moevement-strategy", choices=[*names(), NO_STRATEGY], default=DEFAULT_STRATEGY,
         help="state that snapshots hold, and where they are kept. moevement: a slice of the state every iteration, on "
         "peers; dense: the whole state every K iterations, on peers; with both, only the stages that lost state roll "
         "back. With the following, all ranks roll back. checkfreq: the whole state on disk; gemini: the whole state on "
@@ -82,8 +73,8 @@ class StrategyConfig:
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
         help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini, moc or "
-        f"moetion (default: {INTERVAL} for moc and 1 for moetion; for the others the shortest interval that links and "
-        f"--moevement-overhead-cap allow, but {FIRST_INTERVAL} or more for dense)",
+        "moetion (default: 10 for moc and 1 for moetion; for the others the shortest interval that links and "
+        "--moevement-overhead-cap allow, but 10 or more for dense)",
     )  # fmt: skip
     experts: int | str | None = flag(
         "--moevement-snapshot-experts", metavar="K|auto", check=_experts,
@@ -118,7 +109,7 @@ class StrategyConfig:
         help="share of training time that saving may cost. Unless windows or intervals are given, the job chooses them "
         f"so that the measured cost stays below this share; not for moc and moetion (default: {OVERHEAD_CAP}, and "
         "more while ranks fail so often that saving more costs less in all; "
-        f"checkfreq: {CHECKFREQ_CAP}; gemini: no cap)",
+        "checkfreq: 0.035; gemini: no cap)",
     )  # fmt: skip
     window: int | None = flag(
         "--moevement-window", default=AUTO, metavar="auto|N", check=_iterations,
@@ -163,24 +154,17 @@ class StrategyConfig:
     """True if the model has experts."""
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.name != MoEvement.name:
+        if self.window is not None and "window" not in self.kind.flags:
             raise ConfigError(
                 f"--moevement-window {self.window} has no effect with --moevement-strategy {self.name}; give "
-                f"--moevement-window {AUTO}, or --moevement-strategy {MoEvement.name}"
+                f"--moevement-window {AUTO}, or --moevement-strategy {' or '.join(_with('window'))}"
             )
-        for name, value, strategies in (
-            ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
-            ("snapshot-experts", self.experts, PARTIAL),
-            ("selection", self.selection, (MoC.name,)),
-            ("persist-experts", self.persisted, (MoC.name,)),
-            ("plt-limit", self.plt_limit, (MoC.name,)),
-            ("capacity-boost", self.capacity_boost, (MoEtion.name,)),
-            ("overhead-cap", self.overhead_cap, (MoEvement.name, *EVERYTHING)),
-        ):
-            if value is not None and self.name not in strategies:
+        for entry, declared in flags_of(type(self)):
+            value = getattr(self, entry.name)
+            if entry.name in OPTIONAL and value is not None and entry.name not in self.kind.flags:
                 raise ConfigError(
-                    f"--moevement-{name} {value} has no effect with --moevement-strategy {self.name}; leave it out, or "
-                    f"give one of these: --moevement-strategy {', '.join(strategies)}"
+                    f"{declared.name} {value} has no effect with --moevement-strategy {self.name}; leave it out, or "
+                    f"give one of these: --moevement-strategy {', '.join(_with(entry.name))}"
                 )
         if self.experts == AUTO and self.selection is Selection.LOAD:
             raise ConfigError(
@@ -199,10 +183,10 @@ class StrategyConfig:
             raise ConfigError(f"--moevement-capacity-boost {self.capacity_boost}; needs a share above 0 and up to 1")
         if not 0 < self.cap < 1:
             raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share above 0 and below 1")
-        if self.recovery is Recovery.REDO and self.name != MoEvement.name:
+        if self.recovery is Recovery.REDO and "recovery" not in self.kind.flags:
             raise ConfigError(
                 f"--moevement-recovery {self.recovery} is not possible with --moevement-strategy {self.name}; give "
-                f"another recovery, or --moevement-strategy {MoEvement.name}"
+                f"another recovery, or --moevement-strategy {' or '.join(_with('recovery'))}"
             )
         if self.interval is not None and not 1 <= self.interval <= MOST_PERIOD:
             raise ConfigError(
@@ -211,10 +195,22 @@ class StrategyConfig:
         _ = self.ordering, self.thresholds  # both raise ConfigError for impossible values
 
     @property
+    def kind(self) -> type[Strategy]:
+        """Class of the strategy."""
+        base = strategy_class(self.name)
+        if "recovery" in base.flags:
+            return strategy_class(self.name, self.recovery)
+        return strategy_class(self.name, self.selection)
+
+    @property
     def interval(self) -> int | None:
         """Iterations from one snapshot to the next: the user's number or the strategy's default; else None."""
-        default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
-        return default if self.dense_interval is None else self.dense_interval
+        return self.kind.interval_by_default if self.dense_interval is None else self.dense_interval
+
+    @property
+    def lost_limit(self) -> float:
+        """Share of lost tokens above which MoC-System saves more experts."""
+        return PLT_LIMIT if self.plt_limit is None else self.plt_limit
 
     @property
     def given_experts(self) -> int | None:
@@ -222,36 +218,24 @@ class StrategyConfig:
         return self.experts if isinstance(self.experts, int) else None
 
     @property
-    def selects(self) -> bool:
-        """True if routed tokens decide which experts a rank saves."""
-        return self.name == MoEtion.name or self.selection is Selection.LOAD
-
-    @property
     def cap(self) -> float:
         """Share of training time that saving may cost: the user's, or the strategy's default."""
         if self.overhead_cap is not None:
             return self.overhead_cap
-        return CHECKFREQ_CAP if self.name == CheckFreq.name else OVERHEAD_CAP
+        return OVERHEAD_CAP if self.kind.cap_by_default is None else self.kind.cap_by_default
 
     @property
     def kept_cap(self) -> float | None:
         """Value of :attr:`cap`; None if the cost of this strategy is not limited, as with MoC-System."""
-        keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
-        return self.cap if keeps or self.overhead_cap is not None else None
+        return self.kind.cap_by_default if self.overhead_cap is None else self.overhead_cap
 
     @property
     def default_cap(self) -> float | None:
         """Default cap of a strategy that saves more while ranks fail often; None if the cap always holds.
 
-        A cap that the user gave always holds. So does that of CheckFreq, which has a rule of its own.
+        A cap that the user gave always holds.
         """
-        is_default = self.overhead_cap is None and self.name in (MoEvement.name, DenseToPeers.name)
-        return self.cap if is_default else None
-
-    @property
-    def only_to_disk(self) -> bool:
-        """True if restore points are on disk only, and peers receive no copies."""
-        return self.name in EVERYTHING and EVERYTHING[self.name].only_to_disk
+        return self.kind.cap_by_default if self.overhead_cap is None and self.kind.exceeds_cap else None
 
     @property
     def may_redo(self) -> bool:
@@ -261,7 +245,7 @@ class StrategyConfig:
     @property
     def logs_gradients(self) -> bool:
         """True if snapshots may hold gradients in place of state."""
-        return self.may_redo or (self.name == MoEtion.name and self.interval == 1)
+        return self.may_redo or (self.kind.chains_gradients and self.interval == 1)
 
     @property
     def ordering(self) -> OrderingConfig:
@@ -272,53 +256,22 @@ class StrategyConfig:
     @property
     def needs_capacity(self) -> bool:
         """True if the capacity of each expert decides the order of operators."""
-        return self.name == MoEvement.name and self.ordering.ordering is Ordering.CAPACITY
+        return self.kind.orders_by_popularity and self.ordering.ordering is Ordering.CAPACITY
 
     @property
     def thresholds(self) -> ReorderThresholds:
         """Thresholds for changes of popularity that trigger a new order."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
-    def of(
-        self, table: OperatorTable, most_experts: int | None = None, capacities: Mapping[str, float] | None = None
-    ) -> Strategy:
-        """Return the strategy of a stage.
+    def of(self, stage: StageOperators) -> Strategy:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return self.kind.of(self, stage)
 
-        Args:
-            table: the operators of the stage.
-            most_experts: experts in the largest layer of the job; None to use the largest layer of this stage.
-            capacities: most tokens of a batch that each expert of the stage accepts, by operator name. None unless
-                :attr:`needs_capacity` is true.
 
-        Raises:
-            PopularityError: an expert has no capacity, or the capacity is not above 0.
-        """
-        if self.name == CheckFreq.name:
-            return CheckFreq(table, self.interval, self.cap)
-        if self.name == MoC.name:
-            limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
-            interval = self.interval or INTERVAL
-            if self.selection is Selection.LOAD:
-                return MoCByLoad(table, interval, experts=self.given_experts, limit=limit, most=most_experts)
-            return MoC(
-                table, interval, experts=self.given_experts, limit=limit, most=most_experts,
-                persisted=self.persisted, is_measured=self.experts == AUTO,
-            )  # fmt: skip
-        if self.name == MoEtion.name:
-            return MoEtion(table, self.interval or 1, self.given_experts, most_experts)
-        if self.name in EVERYTHING:
-            if self.name == Gemini.name:
-                return Gemini(table, self.interval, self.overhead_cap)
-            return DenseToPeers(table, self.dense_interval, self.cap)
-        windows = MoEvement(
-            table,
-            kind=self.window_kind,
-            size=self.window,
-            ordering=self.ordering,
-            thresholds=self.thresholds,
-            cap=self.cap,
-            capacity=None if capacities is None else counts_of(table, capacities, "capacity"),
-        )
-        if self.recovery is Recovery.REPLAY:
-            return windows
-        return Redo(table, windows, is_chosen=self.recovery is Recovery.REDO)
+OPTIONAL = ("dense_interval", "experts", "selection", "persisted", "plt_limit", "capacity_boost", "overhead_cap")
+"""Fields of :class:`StrategyConfig` that are None unless the user gives them, and that not every strategy uses."""
+
+
+def _with(field: str) -> Sequence[str]:
+    """Return the names of the strategies on which a field of :class:`StrategyConfig` has an effect."""
+    return [name for name in names() if field in strategy_class(name).flags]

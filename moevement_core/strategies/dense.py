@@ -16,7 +16,8 @@ from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
-from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.config import StrategyConfig
+from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 
 FIRST_INTERVAL = 10
 """Iterations between snapshots before anything is measured."""
@@ -139,6 +140,15 @@ class DenseToPeers(Dense):
 
     name = "dense"
     is_tuned = True
+    flags = frozenset({"dense_interval", "overhead_cap"})
+    cap_by_default = OVERHEAD_CAP
+    exceeds_cap = True
+    interval_by_default = FIRST_INTERVAL
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> DenseToPeers:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(stage.table, config.dense_interval, config.cap)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return :data:`FIRST_INTERVAL`, or a longer interval if links or the cap on overhead need one."""

@@ -16,8 +16,10 @@ from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.interval import hidden_interval
 from moevement_core.policy.schedule import Schedule
+from moevement_core.replication.placement import PlacementKind
+from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.dense import Dense
-from moevement_core.strategies.strategy import Measured, Proposal
+from moevement_core.strategies.strategy import Measured, Proposal, StageOperators
 
 PROFILED_WINDOWS = 3
 """Number of windows that the job measures before it chooses the interval.
@@ -40,6 +42,13 @@ class Gemini(Dense):
     rolls_back_all = True
     paces_copies = True
     is_tuned = True
+    flags = frozenset({"dense_interval", "overhead_cap"})
+    placement = PlacementKind.GROUPS
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> Gemini:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(stage.table, config.interval, config.overhead_cap)
 
     def __init__(self, table: OperatorTable, interval: int | None, cap: float | None = None) -> None:
         super().__init__(table, interval, OVERHEAD_CAP if cap is None else cap)

@@ -32,8 +32,10 @@ from moevement_core.policy.partial_experts import (
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
-from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.config import StrategyConfig
+from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
+from moevement_core.util.flags import AUTO
 
 INTERVAL = 10
 """Default number of iterations between checkpoints."""
@@ -192,6 +194,16 @@ class MoC(Strategy):
     loses_updates = True
     is_tuned = True
     counts = Ordering.HARD_COUNT
+    flags = frozenset({"dense_interval", "experts", "selection", "persisted", "plt_limit"})
+    interval_by_default = INTERVAL
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> MoC:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(
+            stage.table, config.interval or INTERVAL, experts=config.given_experts, limit=config.lost_limit,
+            most=stage.most_experts, persisted=config.persisted, is_measured=config.experts == AUTO,
+        )  # fmt: skip
 
     def __init__(
         self,

@@ -13,9 +13,10 @@ from moevement_core.policy.partial_experts import LostTokens, most_experts
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.tokens_at_risk import Chosen, most_of_each_layer
-from moevement_core.strategies.moc import INTERVAL, caution_of
+from moevement_core.strategies.config import StrategyConfig
+from moevement_core.strategies.moc import INTERVAL, MoC, caution_of
 from moevement_core.strategies.selected import Selecting
-from moevement_core.strategies.strategy import Measured
+from moevement_core.strategies.strategy import Measured, StageOperators
 
 
 class MoCByLoad(Selecting):
@@ -36,6 +37,17 @@ class MoCByLoad(Selecting):
 
     name = "moc-by-load"
     is_tuned = True
+    flags = MoC.flags
+    interval_by_default = INTERVAL
+    selects_by_load = True
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> MoCByLoad:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(
+            stage.table, config.interval or INTERVAL, experts=config.given_experts, limit=config.lost_limit,
+            most=stage.most_experts,
+        )  # fmt: skip
 
     def __init__(
         self,

@@ -25,8 +25,10 @@ from moevement_core.policy.popularity import Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.tokens_at_risk import Chosen, most_at_risk
+from moevement_core.replication.placement import PlacementKind
+from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.selected import LEAST_SPAN, SelectedSchedule, Selecting
-from moevement_core.strategies.strategy import Measured
+from moevement_core.strategies.strategy import Measured, StageOperators
 from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
@@ -50,6 +52,15 @@ class MoEtion(Selecting):
     name = "moetion"
     chains_gradients = True
     is_tuned = True
+    flags = frozenset({"dense_interval", "experts", "capacity_boost"})
+    interval_by_default = 1
+    placement = PlacementKind.REDUNDANCY
+    selects_by_load = True
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> MoEtion:
+        """Return the strategy of a stage; see :meth:`Strategy.of`."""
+        return cls(stage.table, config.interval or 1, config.given_experts, stage.most_experts)
 
     def __init__(
         self, table: OperatorTable, interval: int = 1, experts: int | None = None, most: int | None = None

@@ -11,13 +11,14 @@ from typing import Any
 
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
-from moevement_core.policy.popularity import Order, OrderingConfig, Popularity, Scores
+from moevement_core.policy.popularity import Order, OrderingConfig, Popularity, Scores, counts_of
 from moevement_core.policy.reorder import ReorderThresholds, ReorderTrigger
 from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.window import WindowKind, choose_window, impose_window, shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
+from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.sparse import SparseSchedule
-from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 
 FIRST_WINDOW = 8
 """Snapshots of a window, W, before anything is measured."""
@@ -44,6 +45,28 @@ class MoEvement(Strategy):
 
     name = "moevement"
     is_tuned = True
+    flags = frozenset({"window", "overhead_cap", "recovery"})
+    cap_by_default = OVERHEAD_CAP
+    exceeds_cap = True
+    orders_by_popularity = True
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> MoEvement:
+        """Return the strategy of a stage; see :meth:`Strategy.of`.
+
+        Raises:
+            PopularityError: an expert has no capacity, or the capacity is not above 0.
+        """
+        capacities = stage.capacities
+        return cls(
+            stage.table,
+            kind=config.window_kind,
+            size=config.window,
+            ordering=config.ordering,
+            thresholds=config.thresholds,
+            cap=config.cap,
+            capacity=None if capacities is None else counts_of(stage.table, capacities, "capacity"),
+        )
 
     def __init__(
         self,

@@ -26,9 +26,10 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
+from moevement_core.strategies.config import Recovery, StrategyConfig
 from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement, is_near
 from moevement_core.strategies.sparse import SparseSchedule
-from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 
 BY_REPLAY, BY_REDO = "recovery by replay", "recovery by redo"
 """Names of the two recovery methods in log lines."""
@@ -163,6 +164,15 @@ class Redo(Strategy):
 
     name = "moevement"
     is_tuned = True
+    flags = MoEvement.flags
+    cap_by_default = MoEvement.cap_by_default
+    exceeds_cap = True
+    orders_by_popularity = True
+
+    @classmethod
+    def of(cls, config: StrategyConfig, stage: StageOperators) -> Redo:
+        """Return the strategy of a stage; see :meth:`MoEvement.of`."""
+        return cls(stage.table, MoEvement.of(config, stage), is_chosen=config.recovery is Recovery.REDO)
 
     def __init__(self, table: OperatorTable, windows: MoEvement, *, is_chosen: bool = True) -> None:
         super().__init__(table)

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -193,8 +193,6 @@ class Selecting(Strategy):
     loses_updates = True
     counts = Ordering.HARD_COUNT
     sizes_are_iterations = False
-    chains_gradients: ClassVar[bool] = False
-    """True if a snapshot holds only gradients for an expert that the previous snapshot holds."""
 
     def __init__(self, table: OperatorTable, interval: int, experts: int, most: int | None = None) -> None:
         super().__init__(table)

@@ -21,6 +21,7 @@ from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Schedule
 from moevement_core.policy.window import Budget
+from moevement_core.replication.placement import PlacementKind
 
 LEAST_COPIED = 0.25
 """Least share of the copy bandwidth that is left for snapshots, even if the boundary log is large."""
@@ -99,6 +100,17 @@ class Proposal:
     """Log line with the chosen recovery method and the measurements that decided; empty if there was no choice."""
 
 
+@dataclass(frozen=True)
+class StageOperators:
+    """Operators of a pipeline stage, and what its strategy has to know of the other stages."""
+
+    table: OperatorTable
+    most_experts: int | None = None
+    """Experts in the largest layer of the job; None to use the largest layer of this stage."""
+    capacities: Mapping[str, float] | None = None
+    """Most tokens of a batch that each expert accepts, by operator name; None if the strategy needs no capacities."""
+
+
 class Strategy(ABC):
     """Checkpointing strategy of one pipeline stage.
 
@@ -122,6 +134,25 @@ class Strategy(ABC):
     """True if :meth:`wanted_sizes` returns iterations, which ranks limit to ``MOST_PERIOD``."""
     paces_copies: ClassVar[bool] = False
     """True if copies are sent only while training leaves the network idle."""
+    flags: ClassVar[frozenset[str]] = frozenset()
+    """Fields of ``StrategyConfig`` that have an effect on this strategy. If another one is given, the job refuses it.
+
+    Fields that every strategy ignores without refusing them, because they have defaults, need not be here.
+    """
+    cap_by_default: ClassVar[float | None] = None
+    """Share of training time that saving may cost if the user gives none; None for no limit."""
+    exceeds_cap: ClassVar[bool] = False
+    """True if the strategy exceeds :attr:`cap_by_default` while ranks fail often."""
+    interval_by_default: ClassVar[int | None] = None
+    """Iterations from one snapshot to the next if the user gives no number; None: the strategy chooses."""
+    placement: ClassVar[PlacementKind] = PlacementKind.SPREAD
+    """Placement of copies if the user gives none."""
+    orders_by_popularity: ClassVar[bool] = False
+    """True if the popularity of experts decides the order of operators."""
+    chains_gradients: ClassVar[bool] = False
+    """True if a snapshot of each iteration may hold gradients in place of state that the snapshot before it holds."""
+    selects_by_load: ClassVar[bool] = False
+    """True if routed tokens decide which experts a rank saves."""
     counts: Ordering | None = None
     """Statistic of expert popularity that routers count for this strategy; None if it needs no counts."""
 
@@ -129,6 +160,19 @@ class Strategy(ABC):
         self.table = table
         self.settled = True
         """True if measurements no longer change the window size."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: Any, stage: StageOperators) -> Strategy:
+        """Return the strategy of a stage.
+
+        Args:
+            config: flags of the strategy, a ``StrategyConfig``.
+            stage: operators of the stage.
+
+        Raises:
+            ConfigError: the flags do not fit the operators.
+        """
 
     @abstractmethod
     def first(self, start: int, most: int) -> Schedule:

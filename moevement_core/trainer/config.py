@@ -11,12 +11,9 @@ from moevement_core.errors import ConfigError
 from moevement_core.monitoring.config import MetricsConfig, unserved
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
-from moevement_core.replication.placement import PlacementKind
 from moevement_core.restart.drills import DrillConfig
 from moevement_core.storage.config import DiskConfig
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
-from moevement_core.strategies.gemini import Gemini
-from moevement_core.strategies.moetion import MoEtion
 from moevement_core.util.file_modes import FilesConfig, use_file_mode
 from moevement_core.util.flags import add_flags, from_args
 
@@ -53,7 +50,7 @@ class SessionConfig:
             raise ConfigError(complaint)
         strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
         budget = from_args(BudgetConfig, args)
-        if strategy.selects and budget.host_memory_bytes is not None:
+        if strategy.kind.selects_by_load and budget.host_memory_bytes is not None:
             raise ConfigError(
                 f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
                 f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave "
@@ -87,9 +84,8 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
         ConfigError: the strategy restores from disk alone, but the flags name no folder, or ask for copies.
     """
     if copies.placement is None:
-        papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
-        copies = replace(copies, placement=papers.get(strategy.name, PlacementKind.SPREAD))
-    if not strategy.only_to_disk:
+        copies = replace(copies, placement=strategy.kind.placement)
+    if not strategy.kind.only_to_disk:
         return copies
     if disk.persist_dir is None:
         raise ConfigError(

@@ -22,6 +22,7 @@ from moevement_core.saving.saving import refuse_what_is_not_defined
 from moevement_core.strategies import MoEvement
 from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import Redo
+from moevement_core.strategies.strategy import StageOperators
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import add_session_flags
 from tests.unit.policy.tables import equal_experts
@@ -246,13 +247,13 @@ def test_the_capacities_of_a_trainer_weigh_its_counts(recovery: Recovery) -> Non
     assert config.strategy.needs_capacity
     table = equal_experts(4)
     roomy = table.names[2]
-    strategy = config.strategy.of(table, None, dict.fromkeys(table.names, 1.0) | {roomy: 100.0})
+    strategy = config.strategy.of(StageOperators(table, None, dict.fromkeys(table.names, 1.0) | {roomy: 100.0}))
     windows = strategy.windows if isinstance(strategy, Redo) else strategy
     assert isinstance(windows, MoEvement)
     strategy.observe(np.array([5.0, 4.0, 50.0, 3.0]))
     assert table.names[windows.popularity.order()[0]] == roomy
     with pytest.raises(PopularityError, match=rf"\bcapacity\b.*{re.escape(table.names[0])}\b"):
-        config.strategy.of(table, None, dict.fromkeys(table.names[1:], 1.0))
+        config.strategy.of(StageOperators(table, None, dict.fromkeys(table.names[1:], 1.0)))
 
 
 @pytest.mark.parametrize("words", [[], ["--moevement-strategy", "gemini", "--moevement-order", "capacity"]])
