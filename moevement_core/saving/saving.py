@@ -25,6 +25,7 @@ from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.strategies import Strategy
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import StageOperators
 from moevement_core.topology.host_budget import Allowed
@@ -219,7 +220,9 @@ class Saving:
         """Discard decisions and snapshots after ``iteration``. Called when a recovery has lost the later updates."""
         now = generation()
         history = now.roster.generation if now is not None else 0
-        schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
+        strategy, schedules = self.windows.strategy, self.checkpointer.history.all
+        if isinstance(strategy, LosesUpdates):
+            schedules = tuple(strategy.schedules_after_rollback(schedules, iteration, history))
         self.checkpointer.history = ScheduleHistory(*schedules)
         self.checkpointer.forget_after(iteration)
         self.disk.forget_after(iteration)
@@ -381,7 +384,7 @@ def learned_record(strategy: Strategy) -> dict[str, Any]:
         Strategy name and learned state. Empty for a strategy that loses no updates in a recovery, because then no
         recovery reads them.
     """
-    return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
+    return {"learned": strategy.learned(), "strategy": strategy.name} if isinstance(strategy, LosesUpdates) else {}
 
 
 def warn_of_copies(topology: Topology, reports: Reports) -> None:

@@ -34,6 +34,7 @@ from moevement_core.restart.generation import generation
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies import Measured, Proposal, Strategy
+from moevement_core.strategies.capabilities import BoostsExperts, ChoosesRecovery, CountsTokens, LosesUpdates
 from moevement_core.strategies.redo import NOT_CARRIED
 from moevement_core.topology.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
 from moevement_core.topology.topology import Topology
@@ -143,7 +144,8 @@ class WindowDecisions:
         The kind of recovery is not logged again, because other processes have logged it.
         """
         self.adopt(policy)
-        self._said = self.strategy.reason_prefix(policy.schedules[-1])
+        if isinstance(self.strategy, ChoosesRecovery):
+            self._said = self.strategy.reason_prefix(policy.schedules[-1])
 
     # Once an iteration
 
@@ -188,11 +190,13 @@ class WindowDecisions:
 
         The number covers only this rank's stage. It is 0 if experts get no extra capacity.
         """
-        return self.strategy.tokens_owed if self._room is not None else 0
+        if self._room is None or not isinstance(self.strategy, BoostsExperts):
+            return 0
+        return self.strategy.tokens_owed
 
     def give_room(self) -> None:
         """Give extra capacity in the next iteration to the experts that the strategy names, and to no others."""
-        if self._room is not None:
+        if self._room is not None and isinstance(self.strategy, BoostsExperts):
             self._room.open(self.strategy.boosted_experts())
 
     def roll_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
@@ -209,6 +213,7 @@ class WindowDecisions:
         """
         self._drop_counts()
         self._counts_again = True
+        assert isinstance(self.strategy, LosesUpdates)
         return self.strategy.restored(run, learned, self._counts.tokens_of_run if self._counts is not None else None)
 
     def _drop_counts(self) -> None:
@@ -223,7 +228,7 @@ class WindowDecisions:
         A strategy that loses no updates uses counts only to order operators, so all counts of the current window are
         dropped. A strategy that loses updates must account for every token, so it keeps the counts up to ``committed``.
         """
-        if not self.strategy.loses_updates:
+        if not isinstance(self.strategy, LosesUpdates):
             self._drop_counts()
         elif self._counts_again or is_newer(committed, self._counted):
             self.count(committed)
@@ -246,7 +251,9 @@ class WindowDecisions:
             ConfigError: a rank needs more host memory than it may use. Every rank raises it.
         """
         most = self.topology.most_operators
-        first, instead = self.strategy.first(start, most), self.strategy.first_without(start, most)
+        strategy = self.strategy
+        first = strategy.first(start, most)
+        instead = strategy.first_without(start, most) if isinstance(strategy, ChoosesRecovery) else None
         if self._asked_window is not None and self._asked_window > most >= first.size and self.topology.rank == 0:
             self._report(
                 f"--moevement-window {self._asked_window}: no stage has more than {most} operators; the window is "
@@ -418,12 +425,11 @@ class WindowDecisions:
         """
         for counts, wait in self._sums:
             wait()  # the reduction began a whole window ago
-            for row in counts.numpy():
-                self.strategy.observe(np.asarray(row))
+            self._add(counts, is_extra=False)
         self._sums.clear()
         for counter in self._counters:
             counts = counter.by_operator(self._pending[counter])
-            is_accounted = self.strategy.loses_updates
+            is_accounted = isinstance(self.strategy, LosesUpdates)
             if is_accounted:  # after a failure, ranks may have different numbers of rows
                 counts = counts.sum(dim=0, keepdim=True)
             counts, stage_group = counts.contiguous(), self.topology.channels.stage_group
@@ -432,10 +438,20 @@ class WindowDecisions:
                 self._sums.append((counts, stage_group.reduce_later(counts, Reduction.SUM)))
                 continue
             stage_group.reduce(counts, Reduction.SUM)
-            for row in counts.numpy():
-                (self.strategy.observe_extra_tokens if counter is self._room else self.strategy.observe)(
-                    np.asarray(row)
-                )
+            self._add(counts, is_extra=counter is self._room)
+
+    def _add(self, counts: torch.Tensor, *, is_extra: bool) -> None:
+        """Pass token counts of the stage to the strategy.
+
+        Args:
+            counts: tokens of each operator, summed over the stage, ``[iterations, operators]``.
+            is_extra: True if they are only the tokens that extra capacity has admitted.
+        """
+        for row in counts.numpy():
+            if is_extra and isinstance(self.strategy, BoostsExperts):
+                self.strategy.observe_extra_tokens(np.asarray(row))
+            elif isinstance(self.strategy, CountsTokens):
+                self.strategy.observe(np.asarray(row))
 
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
         """Return, for each of ``schedules``, the host memory that every rank would need. Collective.

@@ -43,6 +43,7 @@ from moevement_core.session.session import Session
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.host_budget import allowed
 from moevement_core.topology.topology import connect
 from moevement_core.trainer.binding import Binding
@@ -92,7 +93,8 @@ def build_session(
     allowance = Allowance(may_use.nbytes)
 
     strategy = strategy_of(config.strategy, binding, topology)
-    if joining is None and (caution := strategy.caution()) is not None and topology.rank == 0:
+    caution = strategy.caution() if joining is None and isinstance(strategy, LosesUpdates) else None
+    if caution is not None and topology.rank == 0:
         reports.report(caution)
     policy = None if joining is None else joining.policy_for(strategy, topology.most_operators)
     began_at = binding.iteration if policy is None else policy.began_at
@@ -126,7 +128,7 @@ def build_session(
         binding.boundary_log = boundary_log
 
     own = OwnSnapshots(Arena(device))
-    peers = Peers(device, own, reports.report, _pace(config, strategy), pause)
+    peers = Peers(device, own, report=reports.report, pace=_pace(config, strategy), pause=pause)
     senders, receivers = peers.connect(topology, allowance, ())
     checkpointer = Checkpointer(
         rank=topology.rank,

@@ -21,6 +21,7 @@ from moevement_core.run.events import RecoveredFromDisk
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.parts import Parts
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.commit import Mark
@@ -132,7 +133,7 @@ class Recoverer:
         the snapshots of all ranks of a group, but a rank that takes state from a live replica has no snapshots.
         """
         strategy = self._windows.strategy
-        return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
+        return not (strategy.rolls_back_all or self.may_differ or topology.groups)
 
     def execute(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Execute a prepared recovery, and return its summary. Called inside the training loop.
@@ -199,9 +200,10 @@ class Recoverer:
 
         If the rank loses updates, discard its snapshots and decisions from after the restore point.
         """
-        if prepared.own_plan is None or not self._windows.strategy.loses_updates:
+        strategy = self._windows.strategy
+        if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
             return None
-        run, strategy = prepared.own_plan.runs[self._saving.topology.stage], self._windows.strategy
+        run = prepared.own_plan.runs[self._saving.topology.stage]
         records = {at: snapshot.record() for at, snapshot in prepared.snapshots.items()}
         learned = {
             at: record["learned"] if record.get("strategy") == strategy.name else None for at, record in records.items()
@@ -270,7 +272,7 @@ class Recoverer:
     @property
     def may_differ(self) -> bool:
         """True if a replay may give other results than the first execution, because the strategy loses updates."""
-        return self._windows.strategy.loses_updates
+        return isinstance(self._windows.strategy, LosesUpdates)
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
         """Return the iterations in this rank's boundary log; if a stage will replay from it, only undamaged ones."""

@@ -28,6 +28,7 @@ from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.recoverer import Recoverer
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.trainer import observer
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
@@ -107,7 +108,7 @@ class Session:
         injection.at(Phase.START)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
-            if saving.windows.strategy.loses_updates:
+            if isinstance(saving.windows.strategy, LosesUpdates):
                 saving.windows.forget(committed)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.begin(committed + 1)

@@ -32,6 +32,7 @@ from moevement_core.policy.partial_experts import (
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
@@ -169,7 +170,7 @@ class PartialSchedule(VersionSchedule):
         return replace(self, start=start)
 
 
-class MoC(Strategy):
+class MoC(Strategy, LosesUpdates):
     """Strategy that saves some experts in every checkpoint. A failure sets each expert back to its newest saved state.
 
     Args:
@@ -191,7 +192,6 @@ class MoC(Strategy):
     name = "moc"
     sizes_are_iterations = False
     rolls_back_all = True
-    loses_updates = True
     is_tuned = True
     counts = Ordering.HARD_COUNT
     flags = frozenset({"dense_interval", "experts", "selection", "persisted", "plt_limit"})

@@ -26,6 +26,7 @@ from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.tokens_at_risk import Chosen, most_at_risk
 from moevement_core.replication.placement import PlacementKind
+from moevement_core.strategies.capabilities import BoostsExperts
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.selected import LEAST_SPAN, SelectedSchedule, Selecting
 from moevement_core.strategies.strategy import Measured, StageOperators
@@ -36,7 +37,7 @@ FIRST_SHARE = 4
 section 4.1 of MoEtion 25% to 40% of the experts are saved."""
 
 
-class MoEtion(Selecting):
+class MoEtion(Selecting, BoostsExperts):
     """Strategy whose snapshots hold the experts that processed the most tokens since they were last saved.
 
     Args:

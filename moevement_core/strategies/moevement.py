@@ -16,6 +16,7 @@ from moevement_core.policy.reorder import ReorderThresholds, ReorderTrigger
 from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.window import WindowKind, choose_window, impose_window, shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
+from moevement_core.strategies.capabilities import CountsTokens
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
@@ -29,7 +30,7 @@ Measurements fluctuate by that much.
 """
 
 
-class MoEvement(Strategy):
+class MoEvement(Strategy, CountsTokens):
     """Strategy of sparse windows whose order and size follow measurements.
 
     Args:

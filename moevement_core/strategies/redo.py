@@ -26,6 +26,7 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
+from moevement_core.strategies.capabilities import ChoosesRecovery, CountsTokens
 from moevement_core.strategies.config import Recovery, StrategyConfig
 from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement, is_near
 from moevement_core.strategies.sparse import SparseSchedule
@@ -150,7 +151,7 @@ class RedoSchedule(SparseSchedule):
         return replace(self, start=start)
 
 
-class Redo(Strategy):
+class Redo(Strategy, CountsTokens, ChoosesRecovery):
     """Strategy that saves full state and gradients, or MoEvement's windows if gradients are too large.
 
     Gradients are too large if they do not fit into host memory. Unless the user chose redo, they are also too large if

@@ -40,5 +40,5 @@ def strategy_class(name: str, variant: str | None = None) -> type[Strategy]:
             ``--moevement-selection``); None without such a flag.
     """
     module, _, kind = STRATEGIES.get(f"{name}+{variant}", STRATEGIES[name]).partition(":")
-    found: type[Strategy] = getattr(import_module(module), kind)
-    return found
+    strategy: type[Strategy] = getattr(import_module(module), kind)
+    return strategy

@@ -25,6 +25,7 @@ from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import restore_points
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.tokens_at_risk import Chosen
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.strategy import Proposal, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
@@ -176,7 +177,7 @@ class Memory:
         return Memory(account, number=learned["number"], own=own, at_peers=Saves.of(learned, place))
 
 
-class Selecting(Strategy):
+class Selecting(Strategy, LosesUpdates):
     """Strategy that saves selected experts in every snapshot. A failure sets an expert back to its newest saved state.
 
     Args:
@@ -190,7 +191,6 @@ class Selecting(Strategy):
     """
 
     rolls_back_all = True
-    loses_updates = True
     counts = Ordering.HARD_COUNT
     sizes_are_iterations = False
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import Evidence, factor, safe_factor, worthwhile
-from moevement_core.policy.partial_experts import LostTokens
-from moevement_core.policy.popularity import Ordering, Scores
+from moevement_core.policy.popularity import Ordering
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Schedule
@@ -123,11 +122,6 @@ class Strategy(ABC):
     """True if all ranks roll back after a failure; False if only the stages that lost state roll back."""
     only_to_disk: ClassVar[bool] = False
     """True if restore points are on disk only, and peers receive no copies."""
-    loses_updates: ClassVar[bool] = False
-    """True if a recovery may restore some operators to older iterations than others, and so lose updates.
-
-    Every snapshot then also contains the result of :meth:`learned`.
-    """
     is_tuned: ClassVar[bool] = False
     """True if measurements may change the window size again and again; False if it is chosen once."""
     sizes_are_iterations: ClassVar[bool] = True
@@ -183,10 +177,6 @@ class Strategy(ABC):
             most: largest possible number of slots in a window: the number of operators of the largest stage.
         """
 
-    def first_without(self, start: int, most: int) -> Schedule | None:
-        """Return the schedule to use if host memory is too small for :meth:`first`; None if there is no alternative."""
-        return None
-
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
         """Yield the runs of snapshots that restore a state, the newest first.
 
@@ -204,29 +194,6 @@ class Strategy(ABC):
             is_gapless: True if the newest available snapshot is the last one captured.
         """
         return open_starts(held, is_gapless=is_gapless)
-
-    def observe(self, counts: Scores) -> None:  # noqa: B027, many strategies need no counts
-        """Count the tokens that routers sent to each operator.
-
-        Args:
-            counts: tokens of one or more iterations, summed over all ranks of the stage, float64 ``[operators]``.
-        """
-
-    def boosted_experts(self) -> Collection[str]:
-        """Return the experts that get extra capacity in the next iteration (``--moevement-capacity-boost``)."""
-        return ()
-
-    @property
-    def tokens_owed(self) -> int:
-        """Lost tokens of all experts of the stage, less those that extra capacity has admitted since their loss."""
-        return 0
-
-    def observe_extra_tokens(self, tokens: Scores) -> None:  # noqa: B027
-        """Subtract from :attr:`tokens_owed` the tokens that experts accepted only because of extra capacity.
-
-        Args:
-            tokens: tokens since the last call, summed over all ranks of the stage, float64 ``[operators]``.
-        """
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return the sizes that this rank needs; for each size, the job uses the largest value of all ranks.
@@ -249,46 +216,8 @@ class Strategy(ABC):
         """
         return Proposal([now], is_change=False)
 
-    def reason_prefix(self, schedule: Schedule) -> str:
-        """Return the text with which :attr:`Proposal.why` begins if ``schedule`` is proposed.
-
-        The text is empty for a strategy that has no choice between recovery methods.
-        """
-        return ""
-
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
         """Record that the job has accepted ``proposal``."""
-
-    def caution(self) -> str | None:
-        """Return a warning to log before training begins; None if there is none."""
-        return None
-
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Set this strategy back to the last snapshot of ``run``, and count the tokens whose updates are lost.
-
-        The session calls this method after a recovery, and only if :attr:`loses_updates` is true.
-
-        Args:
-            run: run of snapshots that the stage has restored. Some of its operators may be older than others.
-            learned: results of :meth:`learned` that these snapshots contain, by iteration.
-            tokens_of_run: tokens that each layer routes in the whole run (:attr:`Counts.tokens_of_run`).
-
-        Returns:
-            Tokens whose updates are lost, by expert of the stage.
-        """
-        raise NotImplementedError
-
-    def schedules_after_rollback(
-        self, schedules: Sequence[Schedule], iteration: int, history: int
-    ) -> Sequence[Schedule]:
-        """Return the schedules of the job after it went back to ``iteration``; called after :meth:`restored`.
-
-        Args:
-            schedules: schedules that were in force or decided on, the oldest first.
-            iteration: iteration whose state is restored; later snapshots are dropped.
-            history: number that no earlier recovery of the job had.
-        """
-        return schedules
 
     def learned(self) -> Any:
         """Return what this strategy has learned from counts and measurements, as plain data.

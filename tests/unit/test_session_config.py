@@ -20,6 +20,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.saving.saving import refuse_what_is_not_defined
 from moevement_core.strategies import MoEvement
+from moevement_core.strategies.capabilities import CountsTokens
 from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import StageOperators
@@ -250,6 +251,7 @@ def test_the_capacities_of_a_trainer_weigh_its_counts(recovery: Recovery) -> Non
     strategy = config.strategy.of(StageOperators(table, None, dict.fromkeys(table.names, 1.0) | {roomy: 100.0}))
     windows = strategy.windows if isinstance(strategy, Redo) else strategy
     assert isinstance(windows, MoEvement)
+    assert isinstance(strategy, CountsTokens)
     strategy.observe(np.array([5.0, 4.0, 50.0, 3.0]))
     assert table.names[windows.popularity.order()[0]] == roomy
     with pytest.raises(PopularityError, match=rf"\bcapacity\b.*{re.escape(table.names[0])}\b"):
