@@ -250,7 +250,7 @@ COSTS = (
     Cost("failure", "the coordinator sends each node its roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
     Cost("failure", "the standby receives what changes", Growth.LINEAR, _mirrored, "rendezvous/mirror.py: Mirror"),
     Cost("failure", "a node receives its part of the roster", Growth.LINEAR, _roster_of_node, "rendezvous/relay.py: Relay"),
-    Cost("failure", "a rank receives the statuses of all ranks", Growth.LINEAR, _statuses, "session/rejoin.py: rejoin"),
+    Cost("failure", "a rank receives the statuses of all ranks", Growth.LINEAR, _statuses, "session/meeting.py: meet"),
     Cost("failure", "a rank receives digests of policies", Growth.LINEAR, _summaries, "saving/stage_policy.py: share_policy"),
     Cost("failure", "a rank sends to owners which copies it has", Growth.CONSTANT, _kept, "saving/peers.py: ask_peers"),
     Cost("failure", "a rank receives reports on the lost stage", Growth.LINEAR, _reports, "rebuild/prepare.py: prepare"),

@@ -12,13 +12,13 @@ also defines how the trainer updates weights and re-executes an iteration. From 
 2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) detect the failure and give the
    rank to a spare. The restart guard interrupts all survivors, even ranks that wait for another rank, and they enter
    training again (``restart/``).
-3. **Ranks recover** (``session/rejoin.py``). They agree on the iteration to resume (``recovery/agree.py``), plan the
-   recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch snapshots. The stages that lost
+3. **Ranks recover** (``session/after_failure.py``). They agree on the iteration to resume (``recovery/agree.py``), plan
+   the recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch snapshots. The stages that lost
    their state replay: they execute iterations again (``recovery/replay.py``). Neighbouring stages send them logged
    tensors. Digests verify the result (``recovery/check.py``).
 
 :func:`train` and :func:`iterations` make all these calls for a custom training loop. Read first
-``examples/plain_torch/train.py``, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``,
+``examples/plain_torch/train.py``, then ``trainer/binding.py``, ``session/session.py``, ``session/after_failure.py``,
 ``recovery/replay.py`` and ``strategies/``. ``simulator/`` computes the cost of the same strategies at any scale,
 without a job.
 

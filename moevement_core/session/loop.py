@@ -37,8 +37,9 @@ from moevement_core.restart.in_process import GuardSettings, Training, is_restar
 from moevement_core.run.events import Ended, Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
+from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
-from moevement_core.session.rejoin import Rejoined, Unrecoverable, rejoin
+from moevement_core.session.rejoin import Rejoined, Unrecoverable
 from moevement_core.session.run_directory import (
     Lines,
     begin_record,
@@ -218,7 +219,7 @@ class _Loop(Training):
             self._binding.regroup()
         session = self._session if self._has_begun else None
         try:
-            self._rejoined = rejoin(
+            self._rejoined = take_up(
                 binding=self._binding, config=self._config, session=session, before=self._rejoined, joined=self._joined
             )
         except NothingToResume as why:

@@ -1,38 +1,23 @@
-"""Meeting of all ranks after a failure: they exchange reports, and agree on the resume iteration.
+"""Recovery of a job whose ranks have met after a failure (:mod:`moevement_core.session.meeting`).
 
-Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. If a survivor lacks only the
-update of the resume iteration, it has finished the reductions of that update, so it applies the update now.
-:func:`rejoin` also plans how failed ranks get their state back, and fetches snapshots, before the trainer opens its
-data. The training loop then calls :meth:`Rejoined.resume`, which replays.
+:func:`rejoin` plans how failed ranks get their state back, and fetches snapshots, before the trainer opens its data.
+The training loop then calls :meth:`Rejoined.resume`, which replays.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch.distributed as dist
-
-from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.rebuild.prepare import Prepared
-from moevement_core.recovery.agree import RankStatus, ResumePoint, decide
-from moevement_core.restart import injection
-from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import refuse_if_interrupted, waiting_for_others
 from moevement_core.run.outcome import Recovery
-from moevement_core.saving.identity import JobNames, job_name
-from moevement_core.saving.saving import Joining
-from moevement_core.saving.stage_policy import share_policy
-from moevement_core.session.build import build_session
 from moevement_core.session.failure_report import Times, report_failure
-from moevement_core.session.rank_report import RankReport, outcome_to_follow, report_of, share_reached
+from moevement_core.session.meeting import Meeting
+from moevement_core.session.rank_report import RankReport
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
-from moevement_core.trainer.config import SessionConfig
 
 
 @dataclass(frozen=True)
@@ -111,57 +96,17 @@ class Unrecoverable(RecoveryError):
     """Error that the lost state is unrecoverable, raised on every rank. The session is unusable afterwards."""
 
 
-def rejoin(
-    binding: Binding,
-    config: SessionConfig,
-    session: Session | None,
-    before: Rejoined | None,
-    joined: Callable[[Session, int], None],
-) -> Rejoined:
-    """Meet the other ranks after a failure, and prepare the recovery. Every rank calls it, with usable process groups.
+def rejoin(session: Session, meeting: Meeting) -> Rejoined:
+    """Prepare the recovery on which the ranks have agreed. Collective.
 
     Args:
-        binding: binding of this rank.
-        config: flags of the job.
-        session: session of a survivor that had begun training; None on a replacement.
-        before: result of this function in a recovery that the failure interrupted; None without one.
-        joined: function that is called with this generation's session, as soon as it exists, and the resume iteration.
-            A further failure may come at any moment afterwards, and the caller must then disconnect this session.
+        session: session of this rank, in the present generation.
+        meeting: result of the meeting.
 
     Raises:
-        NothingToResume: the job restarts, from disk or from its beginning. Every rank raises it.
         Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. Every rank raises it.
-        RecoveryError: objects of this rank cannot use the new process groups.
     """
-    usable_at = time.time()
-    report = report_of(binding, session, before.reached if before is not None else None)
-    statuses = all_gather_objects(report.status, RankStatus)
-    point = decide(statuses)
-    injection.at(Phase.RECOVER, point.iteration)
-    reached, build_data = share_reached(binding, report, statuses, point)
-    outcome = outcome_to_follow(report, reached, statuses, point)
-    if session is not None:
-        session.saving.checkpointer.lifetime.catch_up(point.persisted)
-    policy, is_of_same_stage = share_policy(report.status.stage, session.saving.policy() if session else None)
-    is_as_at_start = False
-    if session is not None:
-        binding.regroup()
-    else:
-        is_as_at_start = binding.build(build_data)
-    if session is not None and dist.get_rank() in point.followers:
-        _follow(session, point, outcome, reached)
-    is_survivor = session is not None
-    if session is not None:
-        session.rewire(policy)
-    else:
-        names = JobNames(job_name() or "")
-        session = build_session(binding, config, names, joining=Joining(policy, is_of_same_stage))
-    joined(session, point.iteration)
-    if is_survivor:  # the schedules that all ranks have agreed on decide what is logged
-        _log_gradients(session)
-    binding.clear_gradients()
-    if is_as_at_start:
-        session.saving.take_start()
+    binding, point, reached = session.binding, meeting.point, meeting.reached
     common = reached.common if point.is_between else reached.begun or reached.common
     binding.put_progress(common["progress"])
     binding.resume(point.iteration, reached.run_totals)
@@ -183,25 +128,6 @@ def rejoin(
         prepared=prepared,
         reached=reached,
         is_between=point.is_between,
-        usable_at=usable_at,
+        usable_at=meeting.usable_at,
         prepared_at=time.time(),
     )
-
-
-def _follow(session: Session, point: ResumePoint, outcome: Mapping[str, Any], reached: RankReport) -> None:
-    """Apply the only update that this rank lacks: the update of the resume iteration."""
-    mark = session.commit.mark
-    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # left out: it has no update
-        session.commit.mark = Mark(point.iteration, {**mark.boundary, **reached.common}, {})
-        return
-    session.commit.follow(point.iteration, outcome, reached.common)
-
-
-def _log_gradients(session: Session) -> None:
-    """Begin to save the gradients of the last update, which are still live if no later iteration has begun."""
-    mark = session.commit.mark
-    if mark is None or session.commit.torn:
-        return
-    if mark.iteration not in session.binding.iterations_left_out():
-        session.saving.checkpointer.log_gradients(mark.iteration)
-    session.saving.checkpointer.wait_for_gradient_copies(mark.iteration)

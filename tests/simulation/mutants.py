@@ -23,7 +23,7 @@ from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.replication.replica_store import ReplicaStore
-from moevement_core.session import rejoin
+from moevement_core.session import meeting
 from moevement_core.snapshot import agreement
 from moevement_core.topology import topology
 from moevement_core.trainer.commit import UpdateCommit
@@ -124,12 +124,12 @@ def goes_on_from_the_oldest() -> list[Patch]:
             [replace(status, committed=least if status.committed is not None else None) for status in statuses]
         )
 
-    return [(rejoin, "decide", wrong)]
+    return [(meeting, "decide", wrong)]
 
 
 def does_not_follow() -> list[Patch]:
     """Do not bring ranks that are one update behind up to date."""
-    return [(rejoin, "decide", lambda statuses: replace(decide(statuses), followers=frozenset()))]
+    return [(meeting, "decide", lambda statuses: replace(decide(statuses), followers=frozenset()))]
 
 
 def follows_without_an_update() -> list[Patch]:

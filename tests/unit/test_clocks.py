@@ -20,7 +20,8 @@ TIMES = {
     "run/run_record.py": 1,
     "session/run_directory.py": 1,
     # Times of a recovery on several hosts, for its report: failure noticed, ranks left, groups usable, and so on.
-    "session/rejoin.py": 4,
+    "session/meeting.py": 1,
+    "session/rejoin.py": 3,
     "rendezvous/member.py": 1,
     "rendezvous/coordinator.py": 2,  # times of rosters and of the first commit, for reports and ETTR
     "rendezvous/losses.py": 1,

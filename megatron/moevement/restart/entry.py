@@ -2,7 +2,7 @@
 
 Megatron first builds model and optimizer, then opens data, then trains. After a failure, ranks agree on a restore point
 in place of the first step. They replay lost state inside Megatron's training loop, before the next iteration
-(:mod:`moevement_core.session.rejoin`).
+(:mod:`moevement_core.session.after_failure`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.run.events import Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
+from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
-from moevement_core.session.rejoin import Unrecoverable, rejoin
+from moevement_core.session.rejoin import Unrecoverable
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 
@@ -73,9 +74,9 @@ def enter_setup(process: Process) -> Wrapper:
             groups = Groups.now() if now is not None else None
             if now is not None:
                 make_communicators(_pipelines())
-            take_up = reassemble if get_args().moevement_elastic else _take_up
+            rebuild = reassemble if get_args().moevement_elastic else _take_up
             is_start = now is None or now.roster.generation == 0
-            if is_start or not take_up(process, run, setup, groups=groups, first=first):
+            if is_start or not rebuild(process, run, setup, groups=groups, first=first):
                 _begin(process, run, setup, groups=groups, first=first)
             live = process.job.live
             return live.model, live.optimizer, live.scheduler
@@ -166,7 +167,7 @@ def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | No
     binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
     try:
         session = job.session if job.has_begun else None
-        job.rejoined = rejoin(
+        job.rejoined = take_up(
             binding, config, session=session, before=job.rejoined, joined=functools.partial(_joined, job)
         )
     except NothingToResume as why:
