@@ -46,7 +46,7 @@ class Evidence:
     """Number of comparisons between iterations with and without saving; fractional if it is a mean over ranks."""
 
 
-def worthwhile(evidence: Evidence, period: int, failures_every: float) -> float:
+def worthwhile(evidence: Evidence, period: float, failures_every: float) -> float:
     """Return the share of training time that saving should cost at the present rate of failures.
 
     A window costs ``c = share * period`` iterations. If windows begin every ``p`` iterations and a failure comes every
@@ -56,7 +56,8 @@ def worthwhile(evidence: Evidence, period: int, failures_every: float) -> float:
 
     Args:
         evidence: measured cost with the present windows.
-        period: iterations from one window to the next at present.
+        period: iterations from one window to the next at present; 0.0 if the period has no effect on what a failure
+            repeats, as with redo in windows that follow each other.
         failures_every: mean iterations between failures; infinite without a failure.
 
     Returns:

@@ -16,6 +16,8 @@ class LinkRate:
         self._before: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
         """Acknowledged bytes and send seconds of each sender at the last call of :meth:`take`."""
         self._bytes_per_s = math.inf
+        self._has_taken = False
+        """True after the first call of :meth:`take`. Senders that appear later belong to a new generation."""
 
     def take(self, senders: Sequence[Sender], needed_bytes_per_s: float) -> float:
         """Return the total rate of the links in bytes per second; infinite without peers.
@@ -27,8 +29,8 @@ class LinkRate:
         but the sends do not show by how much. The result is then half of the smaller of two numbers: the last result,
         and ``needed_bytes_per_s``.
 
-        A peer to which nothing was sent, for example in a new generation, counts as fast as the other peers. If nothing
-        was sent to any peer, the last result stays.
+        A peer to which nothing was sent counts as fast as the other peers, and so does a new peer, which has had no
+        time to answer. If nothing was sent to any other peer, the last result stays.
 
         Args:
             senders: one sender for each peer.
@@ -36,14 +38,16 @@ class LinkRate:
         """
         rates, is_silent = list[float](), False
         for sender in senders:
+            is_new = self._has_taken and sender not in self._before
             nbytes, seconds = self._before.get(sender, (0, 0.0))
             if sender.send_s > seconds:
                 measured = (sender.sent_bytes - nbytes) / (sender.send_s - seconds)
                 learned = sender.spread.link_bytes_per_s
                 rates.append(learned if math.isfinite(learned) else measured)
             else:
-                is_silent = is_silent or sender.is_awaited
+                is_silent = is_silent or (sender.is_awaited and not is_new)
             self._before[sender] = (sender.sent_bytes, sender.send_s)
+        self._has_taken = True
         if is_silent:
             self._bytes_per_s = min(self._bytes_per_s, needed_bytes_per_s) / 2
         elif rates:

@@ -138,7 +138,7 @@ class Saving:
             window_start, schedules=self.checkpointer.history.all, learned=windows.strategy.learned(),
             settled=windows.strategy.settled, announced=self.watch.announced, began_at=self.began_at,
             disk_job=self.disk.job_name, needed=self.checkpointer.needed,
-            keeps_own_copies=self.checkpointer.memory.keeps_own_copies,
+            keeps_own_copies=self.checkpointer.memory.keeps_own_copies, failures=windows.failures, worth=windows.worth,
         )  # fmt: skip
 
     def _warn_of_copies(self) -> None:
@@ -303,7 +303,7 @@ class Saving:
             policy: policy on which the ranks of the stage agreed. A failure may have interrupted some of them within a
                 decision, so their own policies may differ.
         """
-        self._go_by(policy)
+        self._go_by(replace(policy, failures=policy.failures + 1))
         checkpointer = self.checkpointer
         self.topology = self.windows.topology = self.disk.topology = connect(
             self._config, self._binding, self.topology, is_running=True

@@ -39,6 +39,10 @@ class Policy:
     """Newest recoverable run that is persisted on every rank; None without one."""
     keeps_own_copies: bool
     """True if ranks keep their own snapshots after all peers have copies."""
+    failures: int = 0
+    """Number of failures from which the job has recovered since :attr:`began_at`."""
+    worth: float = 0.0
+    """Share of training time that saving should cost because ranks fail; 0.0 if unknown."""
 
     def with_windows_of(self, other: Policy) -> Policy:
         """Return this policy, extended by the windows that only ``other`` has decided on.

@@ -30,7 +30,6 @@ from moevement_core.replication.link_rate import LinkRate
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
-from moevement_core.restart.generation import generation
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies import Measured, Proposal, Strategy
@@ -53,6 +52,8 @@ Training uses the same links. Without a reserve, each delay would leave senders 
 """
 MOST_SIZES, NOTHING_MEASURED = 4, -1
 """Largest number of window sizes that ranks agree on at once, and the value that stands for a missing measurement."""
+SHORTEST_ROLLBACK = 1.5
+"""Mean rollback in iterations if every iteration can be restored: one for its copy, and half of the interrupted one."""
 DECIDED_EVERY = 8
 """Approximate number of iterations between two decisions on windows."""
 
@@ -108,6 +109,8 @@ class WindowDecisions:
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
         self._began_at, self._default_cap = began_at, default_cap
+        self.failures = 0
+        """Number of failures from which the job has recovered since it began."""
         self.worth = 0.0
         """Share of training time that saving should cost because ranks fail, at the last decision; 0.0 if unknown."""
         self._counters = [counter for counter in (counts, room) if counter is not None]
@@ -135,6 +138,7 @@ class WindowDecisions:
     def adopt(self, policy: Policy) -> None:
         """Continue with the decisions in ``policy``: what the strategy has learned, and whether W is final."""
         self._counts_again = False
+        self.failures, self.worth = policy.failures, policy.worth
         self.strategy.adopt(policy.learned)
         self.strategy.settled = policy.settled
 
@@ -500,9 +504,11 @@ class WindowDecisions:
                 iteration_s, d2h_bytes_per_s=d2h, replication_bytes_per_s=network * NETWORK_HEADROOM,
                 replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_rate(),
                 delay_s=delay_s, logged_bytes=self._sent_bytes, cost=cost,
-                period=now.size, failures_every=self._failures_every(boundary),
+                shortened=2 * max(0.0, now.expected_rollback(0) - SHORTEST_ROLLBACK),
+                failures_every=self._failures_every(boundary),
             )  # fmt: skip
-            self.worth = measured.worth
+            if cost is not None:
+                self.worth = measured.worth
             own = self.strategy.wanted_sizes(now, measured)
         most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
         sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
@@ -512,14 +518,10 @@ class WindowDecisions:
         return agreed or None
 
     def _failures_every(self, committed: int) -> float:
-        """Return the mean iterations between failures of the job; infinite if the cap on overhead always holds.
-
-        Each failure begins a new generation, and so does each change of an elastic job's size. All ranks are in the
-        same generation, so they return the same number.
-        """
-        now = generation()
-        failures = 0 if now is None or self._default_cap is None else now.roster.generation
-        return (committed - self._began_at) / failures if failures else math.inf
+        """Return the mean iterations between failures of the job; infinite if the cap on overhead always holds."""
+        if self._default_cap is None or not self.failures:
+            return math.inf
+        return (committed - self._began_at) / self.failures
 
     def _cost_of_all(self) -> Evidence | None:
         """Return the mean cost of saving over the ranks that have measured it; None if no rank has.

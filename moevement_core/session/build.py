@@ -7,6 +7,7 @@ do not communicate. After a failure only replacements build a session; survivors
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moevement_core.comms import plain
 from moevement_core.comms.address import own_address
@@ -96,7 +97,10 @@ def build_session(
     caution = strategy.caution() if joining is None and isinstance(strategy, LosesUpdates) else None
     if caution is not None and topology.rank == 0:
         reports.report(caution)
-    policy = None if joining is None else joining.policy_for(strategy, topology.most_operators)
+    policy = None
+    if joining is not None:
+        policy = joining.policy_for(strategy, topology.most_operators)
+        policy = replace(policy, failures=policy.failures + 1)
     began_at = binding.iteration if policy is None else policy.began_at
     pause = Pause()
     meter = OverheadMeter(began_at, pause)

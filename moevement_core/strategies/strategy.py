@@ -44,15 +44,15 @@ class Measured:
     """Bytes that the boundary log copies from the device in an iteration."""
     cost: Evidence | None = None
     """Measured cost of saving, the same on all ranks; None before it is measured."""
-    period: int = 1
-    """Iterations from one window to the next, with which :attr:`cost` was measured."""
+    shortened: float = 0.0
+    """Twice the mean iterations of a rollback that more frequent windows would save: the period with replay."""
     failures_every: float = math.inf
     """Mean iterations between failures so far; infinite if failures do not matter to the cost that is allowed."""
 
     @property
     def worth(self) -> float:
         """Share of training time that saving should cost because ranks fail; 0.0 if that is not known."""
-        return 0.0 if self.cost is None else worthwhile(self.cost, self.period, self.failures_every)
+        return 0.0 if self.cost is None else worthwhile(self.cost, self.shortened, self.failures_every)
 
     @property
     def copies(self) -> Budget:

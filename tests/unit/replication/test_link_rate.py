@@ -84,3 +84,11 @@ def test_a_peer_to_which_nothing_was_sent_is_not_silent() -> None:
     assert taken(rate, *new) == pytest.approx(8e6)
     new[1].is_awaited = True
     assert taken(rate, *new) == pytest.approx(NEEDED / 2)
+
+
+def test_a_new_peer_has_time_to_answer() -> None:
+    rate, old = LinkRate(), OfferedState()
+    old.brings(10_000_000, 1.0)
+    taken(rate, old)
+    new = OfferedState()
+    assert [taken(rate, new) for _ in range(2)] == [10e6, NEEDED / 2]

@@ -54,7 +54,7 @@ def test_the_cost_of_windows_of_another_form_is_not_known() -> None:
     measured = replace(FAST, cost=Evidence(0.02, 0.01, 3))
     _, careful = strategy.wanted_sizes(first, measured)
     assert careful == math.ceil(TABLE.full.sum() / (first.mean_bytes * AIM * 0.02 / 0.03))
-    _, often = strategy.wanted_sizes(first, replace(measured, failures_every=10.0, period=100))
+    _, often = strategy.wanted_sizes(first, replace(measured, failures_every=10.0, shortened=100.0))
     assert often < careful, "rarer windows would cost more while ranks fail often"
 
 
