@@ -81,8 +81,10 @@ random moment of them. All strategies have the same kills{_schedules(jobs)}.{_mi
   during which it saves with neighbouring iterations during which it does not ([overhead.md](../docs/overhead.md)). Both are of
   one job, so it does not matter that the machine is slower in one quarter of an hour than in the next.
 - *available*: share of a job's time that was not lost to failures: iterations, each counted once, times their mean duration,
-  over the duration of the job. *ETTR* is *available* divided by 1 + the overhead of the job without kills. Its ± is half of a
-  95% interval for the time lost per failure (*lost to a kill*) and the overhead together. Other ± are for means over jobs.
+  over the duration of the job. *ETTR* is *available* divided by 1 + the cost of saving: for a job with kills, the mean of the
+  overheads that it had measured in its iterations, because windows may change when ranks fail often; otherwise, and if it had
+  measured too little, the overhead of the job without kills. Its ± is half of a 95% interval for the time lost per failure
+  (*lost to a kill*) and the overhead together. Other ± are for means over jobs.
 - Neither *overhead* nor *ETTR* has costs that are the same in every iteration: the processor time of copying, and checkpoints
   on disk. The difference in *an iteration* to the job that saves nothing has these costs, and all noise.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with

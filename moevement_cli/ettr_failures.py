@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moevement_core.simulator.strategies import Strategy
+from moevement_core.simulator.strategies import Dense, MoEvement, Strategy
+from moevement_core.simulator.strategies.partial import Partial
 
 INTO = 0.5
 """Share of an iteration that is done when a rank fails, on average."""
@@ -64,23 +65,43 @@ def _recovery_s(phases: Sequence[Phase], committed: int, ranks: set[int]) -> flo
     """Return the simulated seconds of a recovery from the newest restore point of any phase."""
     first = phases[0]
     # Before its first iteration, a job captures all snapshots of a window, so it can go back to its start.
-    best = max(_restore_points(phases, committed), default=(first.first, 0, first.strategy), key=lambda point: point[0])
-    restored, trained, strategy = best
-    recovery = strategy.recover(trained, ranks, INTO)
-    after_phase = committed - restored - recovery.replayed
-    return recovery.total_s + max(0, after_phase) * strategy.replay_iteration_s(ranks)
+    at_start = _RestorePoint(first.first, 0, INTO, first.strategy)
+    point = max(_restore_points(phases, committed), default=at_start, key=lambda point: point.iteration)
+    recovery = point.strategy.recover(point.trained, ranks, point.into)
+    after_phase = committed - point.iteration - recovery.replayed
+    return recovery.total_s + max(0, after_phase) * point.strategy.replay_iteration_s(ranks)
 
 
-def _restore_points(phases: Sequence[Phase], committed: int) -> Iterator[tuple[int, int, Strategy]]:
-    """Yield the newest restore point of each phase that has one.
+@dataclass(frozen=True)
+class _RestorePoint:
+    """Newest restore point of a phase."""
 
-    A restore point is an iteration, the number of iterations of its phase up to ``committed``, and the strategy.
-    """
+    iteration: int
+    trained: int
+    """Iterations of the phase up to the kill, or up to the end of the phase."""
+    into: float
+    """Iterations that passed after them until the kill, as far as they let more snapshots of the phase arrive."""
+    strategy: Strategy
+
+
+def _restore_points(phases: Sequence[Phase], committed: int) -> Iterator[_RestorePoint]:
+    """Yield the newest restore point of each phase that has one."""
     ends = [later.first for _, later in pairwise(phases)]
     for phase, end in zip(phases, [*ends, committed + 1], strict=True):
-        trained = min(committed, end - 1) - phase.first
+        newest = min(committed, end - 1)
+        trained, strategy = newest - phase.first, phase.strategy
         if trained < 0:
             continue
-        rollback = phase.strategy.rollback(trained, INTO)
-        if rollback <= trained:
-            yield phase.first + trained - rollback, trained, phase.strategy
+        arrival = arrival_of(strategy)
+        # Later iterations let snapshots arrive, but the phase has none after its last iteration.
+        into = min(INTO + committed - newest, max(INTO, arrival))
+        has_arrived = strategy.newest(trained, into, arrival) >= 0 or phase is phases[0]
+        if has_arrived and (rollback := strategy.rollback(trained, into)) <= trained:
+            yield _RestorePoint(phase.first + trained - rollback, trained, into, strategy)
+
+
+def arrival_of(strategy: Strategy) -> float:
+    """Return the iterations from the commit of an iteration until its state is complete at peers or on disk."""
+    if isinstance(strategy, Dense):
+        return strategy.lag
+    return strategy.arrival if isinstance(strategy, MoEvement | Partial) else 0.0

@@ -250,26 +250,34 @@ def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, 
 
 def _ettr(scenario: Scenario, sample: Sample, jobs: OverLinks) -> float:
     """Return the ETTR of a job: the simulated share of time that failures leave, divided by 1 + the cost of saving."""
-    overhead = _overhead(_strategy(scenario, _least_disturbed(jobs, sample.strategy), math.inf))
     if not sample.kills:
-        return 1 / (1 + overhead)
+        return 1 / (1 + _overhead(_strategy(scenario, sample, math.inf)))
     last = _strategy(scenario, sample, math.inf)
     # The machine's speed varies from job to job, so the job's own iterations say how long simulated seconds are.
     scale = sample.iteration_s / (last.costs.iteration_s + last.overhead_s)
-    mtbf_s = (sample.mtbf_s or math.inf) / scale
-    phases = [
-        Phase(
-            first,
-            _with_windows(scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s),
-        )
-        for first, snapshots, interval in sample.windows or [[0, sample.snapshots, sample.interval]]
-    ]
-    for phase in phases:
-        phase.strategy.begin(sample.iterations)
+    delays, factor = scenario.checkpointing, jobs.scale / scale
+    delays = replace(delays, detect_s=delays.detect_s * factor, regroup_s=delays.regroup_s * factor)
+    phases = _phases(replace(scenario, checkpointing=delays), sample, (sample.mtbf_s or math.inf) / scale)
     each_s = sample.iteration_s / scale
     committed = sample.killed_at or [int(at_s / scale / each_s) for at_s, _ in sample.kills]
     kills = [
         Kill(newest, at_s / scale, tuple(ranks)) for newest, (at_s, ranks) in zip(committed, sample.kills, strict=True)
     ]
+    ends = [*(later.first for later in phases[1:]), sample.iterations]
+    lengths = [max(0, end - max(0, phase.first)) for phase, end in zip(phases, ends, strict=True)]
+    costs = [length * _overhead(phase.strategy) for phase, length in zip(phases, lengths, strict=True)]
     work_s = sample.iterations * each_s
-    return work_s / (work_s + lost_s(phases, kills)) / (1 + overhead)
+    return work_s / (work_s + lost_s(phases, kills)) / (1 + sum(costs) / max(1, sum(lengths)))
+
+
+def _phases(scenario: Scenario, sample: Sample, mtbf_s: float) -> list[Phase]:
+    """Return the phases of a job with their simulated strategies; a single one if the job recorded no windows."""
+    phases = [
+        Phase(
+            first, _with_windows(scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s)
+        )
+        for first, snapshots, interval in sample.windows or [[0, sample.snapshots, sample.interval]]
+    ]  # fmt: skip
+    for phase in phases:
+        phase.strategy.begin(sample.iterations)
+    return phases

@@ -93,6 +93,12 @@ class Sample:
     """
     killed_at: list[int] = field(default_factory=list)
     """Newest committed iteration at each of :attr:`kills`."""
+    saving: float | None = None
+    """Mean over the iterations of the job of the cost of saving that it had measured by then, as a share.
+
+    None: fewer than a quarter of the iterations have a measured cost. The mean follows windows that change during the
+    job, for example because ranks fail often; :attr:`overhead` is of the last windows.
+    """
 
     @property
     def available(self) -> float:
@@ -181,7 +187,7 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
             for event in job.record.events()
             if event["event"] == "plan"
         ],
-        killed_at=_killed_at(job, metrics),
+        killed_at=_killed_at(job, metrics), saving=_mean_cost(metrics),
     )  # fmt: skip
 
 
@@ -192,6 +198,12 @@ def _killed_at(job: KilledJob, metrics: Sequence[dict[str, Any]]) -> list[int]:
         next((int(line["iteration"]) for line in reversed(metrics) if line["time"] <= killed_s), 0)
         for killed_s in times
     ]
+
+
+def _mean_cost(metrics: Sequence[dict[str, Any]]) -> float | None:
+    """Return the mean of the measured costs of saving; None if fewer than a quarter of the lines have one."""
+    known = [overhead.share for line in metrics if (overhead := recorded_overhead(line)) is not None]
+    return statistics.fmean(known) if known and 4 * len(known) >= len(metrics) else None
 
 
 def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:
@@ -289,16 +301,23 @@ class Ettr:
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     """Return the ETTR of ``samples``: mean share of time not lost to failures, divided by 1 + the cost of saving.
 
+    The cost of a job with kills is its own (:attr:`Sample.saving`), because windows may change when ranks fail often.
+    If the job has not measured it, and in jobs without kills, it is ``cost``.
+
     The confidence interval combines two intervals as if they were independent: that of the mean time lost to a failure,
     and that of the cost.
     The mean is over failures rather than over jobs, because there are few jobs.
     """
+    shares = [sample.saving if sample.kills and sample.saving is not None else cost.share for sample in samples]
     available = statistics.fmean(sample.available for sample in samples)
+    mean = statistics.fmean(
+        sample.available / (1 + max(0.0, share)) for sample, share in zip(samples, shares, strict=True)
+    )
     losses = [loss_s for sample in samples for loss_s in sample.lost_s]
     failures_per_s = len(losses) / sum(sample.training_s for sample in samples)
     of_losses = half_interval(losses) * failures_per_s if any(sample.kills for sample in samples) else 0.0
     of_cost = available * cost.half / (1 + cost.share)
-    return Ettr(available / (1 + cost.share), math.hypot(of_losses, of_cost) / (1 + cost.share))
+    return Ettr(mean, math.hypot(of_losses, of_cost) / (1 + cost.share))
 
 
 def _interval(sample: Sample) -> str:

@@ -7,7 +7,7 @@ import pytest
 from moevement_cli.ettr_failures import INTO, Kill, Phase, lost_s
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import CheckFreq, Costs, MoEvement
+from moevement_core.simulator.strategies import CheckFreq, Costs, Dense, MoEvement
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,13 @@ def test_a_kill_repeats_the_iterations_since_the_newest_checkpoint_of_any_phase(
     assert replayed(costs, [Phase(0, often)], 47) < 8
     assert replayed(costs, [Phase(0, often), Phase(40, rarely)], 47) == pytest.approx(7)
     assert 0 < replayed(costs, [Phase(0, rarely), Phase(42, often)], 47) <= 5
+
+
+def test_a_checkpoint_counts_from_its_arrival_on_whichever_phase_it_is_of(costs: Costs) -> None:
+    slow = Dense(costs, 10, stall_s=0.0, lag=8, fetch_s=1.0)
+    phases = [Phase(0, slow), Phase(48, slow)]
+    assert [replayed(costs, phases, committed) for committed in (48, 60)] == pytest.approx([8, 12])
+    assert replayed(costs, phases, 55) == pytest.approx(15), "the checkpoint of 48 is still on its way"
 
 
 def test_a_job_without_a_complete_window_goes_back_to_its_start(costs: Costs) -> None:

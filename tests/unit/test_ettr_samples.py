@@ -129,6 +129,13 @@ def test_the_page_names_the_jobs_that_have_not_been_run(jobs: Jobs) -> None:
     assert missing in page(jobs, "measured then")
 
 
+def test_a_job_with_kills_pays_for_the_windows_that_it_had_itself() -> None:
+    rare, often = SavingCost(0.02, 0.0), replace(sample("moevement", 5.0), saving=0.1)
+    assert ettr_of([often], rare).mean == pytest.approx(often.available / 1.1)
+    unknown = replace(often, saving=None)
+    assert ettr_of([unknown], rare).mean == pytest.approx(often.available / 1.02)
+
+
 def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "ettr.jsonl")
     limited = Planned(400.0, "dense", 1, False, 80, MTBF_S)
