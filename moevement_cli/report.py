@@ -22,8 +22,8 @@ from moevement_cli.run_plot import draw
 from moevement_cli.saving_costs import NAMES, SavingCosts, parts_text
 from moevement_core.errors import ConfigError
 from moevement_core.run.account import Account, trace_events
+from moevement_core.run.cost_line import cost_line
 from moevement_core.run.run_record import RunRecord
-from moevement_core.snapshot.cost import cost_line
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -134,3 +134,13 @@ def wait_until_held() -> None:
     page = own_page()
     while page is not None and not page.is_held:
         time.sleep(POLL_S)
+
+
+def is_asked_to_end() -> bool:
+    """Return True if the supervisor of this process has asked the job to end after an iteration.
+
+    SIGTERM to a launcher, or Slurm's signal before the time limit, sets this flag. In each iteration, a reduction tells
+    all ranks if it is set on any node, so that all end after the same iteration (``Binding.plan_exit``).
+    """
+    page = own_page()
+    return page is not None and page.is_winding_down

@@ -27,6 +27,7 @@ from moevement_core.policy.holding import most_held
 from moevement_core.recovery import flips
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
+from moevement_core.rendezvous.status_page import is_asked_to_end
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.replication.parity.groups import WIDEST, Groups, groups_still_fit, make_groups, narrowed
 from moevement_core.replication.parity.staging import AT_ONCE
@@ -42,7 +43,6 @@ from moevement_core.replication.placement import (
 from moevement_core.replication.protection import Parity
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.snapshot.agreement import Agreement, GroupAgreement, SingleRankAgreement
-from moevement_core.topology import wind_down
 from moevement_core.topology.host_budget import AtPeer
 from moevement_core.trainer.binding import Binding, Place
 from moevement_core.trainer.config import SessionConfig
@@ -272,7 +272,7 @@ def _agreement(rank: int, world: int, connections: Connections) -> Agreement:
     agreement: Agreement = SingleRankAgreement()
     if world > 1:
         agreement = GroupAgreement(TreeGroup(range(world), rank, connections.channel("agreement")))
-    agreement.winding_down = wind_down.is_asked_for
+    agreement.winding_down = is_asked_to_end
     return agreement
 
 

@@ -17,8 +17,7 @@ from typing import Any
 from megatron.moevement.runtime.boundary import put_random_states
 from megatron.moevement.runtime.job import Process
 from megatron.moevement.state_digest import random_states
-from moevement_core.rendezvous.status_page import own_page
-from moevement_core.topology.wind_down import is_asked_for
+from moevement_core.rendezvous.status_page import is_asked_to_end, own_page
 
 _NEVER, _AT_ONCE = 1e12, 1e-12
 """Minutes for ``--exit-duration-in-mins`` with which Megatron never ends an evaluation, or ends it at once."""
@@ -68,7 +67,7 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
             @functools.wraps(forward_step_func)
             def forward_step(*words: Any, **more: Any) -> Any:
                 consumed.add(settings.consumed_valid_samples)
-                if is_asked_for():
+                if is_asked_to_end():
                     settings.exit_duration_in_mins = _AT_ONCE
                 return forward_step_func(*words, **more)
 

@@ -21,11 +21,11 @@ from megatron.moevement.state_digest import job_digest
 from moevement_core import log
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
+from moevement_core.run.cost_line import cost_line
 from moevement_core.run.events import Ended, Evaluated
 from moevement_core.run.figures import RunFigures
 from moevement_core.run.run_record import RunRecord
 from moevement_core.session.run_directory import begin_record, continue_record, number, plain_config
-from moevement_core.snapshot.cost import cost_line
 from moevement_core.util.lock import FolderLock
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
