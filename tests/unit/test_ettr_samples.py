@@ -20,6 +20,7 @@ from moevement_cli.ettr_samples import (
     SavingCost,
     _killed_at,
     _lost_s,
+    _mean_cost,
     ettr_of,
     rows_of,
     saving_costs,
@@ -134,6 +135,13 @@ def test_a_job_with_kills_pays_for_the_windows_that_it_had_itself() -> None:
     assert ettr_of([often], rare).mean == pytest.approx(often.available / 1.1)
     unknown = replace(often, saving=None)
     assert ettr_of([unknown], rare).mean == pytest.approx(often.available / 1.02)
+
+
+def test_the_mean_cost_is_of_the_iterations_that_know_it() -> None:
+    known = [{"iteration": number, "overhead": share} for number, share in ((5, 0.1), (6, 0.3))]
+    unknown = [{"iteration": number} for number in range(5)]
+    assert _mean_cost([*unknown, *known]) == pytest.approx(0.2)
+    assert _mean_cost([*unknown, *unknown, *known]) is None
 
 
 def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
