@@ -28,7 +28,7 @@ from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.capabilities import ChoosesRecovery, CountsTokens
 from moevement_core.strategies.config import Recovery, StrategyConfig
-from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement, is_near
+from moevement_core.strategies.moevement import FIRST_WINDOW, NEAR, MoEvement
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
 
@@ -233,7 +233,7 @@ class Redo(Strategy, CountsTokens, ChoosesRecovery):
         if with_gradients < NOT_CARRIED:
             size = period = with_gradients
         wanted = RedoSchedule.of(self.table, size, rest=max(0, period - size))
-        if isinstance(now, RedoSchedule) and is_near(now, size, period):
+        if isinstance(now, RedoSchedule) and _is_near(now, size, period):
             wanted = now
         is_change = wanted is not now
         why = "" if self.is_chosen else f"{BY_REDO}: {self._why}"
@@ -312,3 +312,14 @@ class Redo(Strategy, CountsTokens, ChoosesRecovery):
 def _mean_bytes(window: Window) -> float:
     """Return the mean bytes of a snapshot of ``window``, on the rank that saves the most."""
     return float(window.slot_bytes.sum(axis=1).max()) / window.size
+
+
+def _is_near(now: RedoSchedule, size: int, period: int) -> bool:
+    """Return True if windows of ``size`` snapshots every ``period`` iterations are close to those of ``now``.
+
+    W follows the measured rate of links, which fluctuates. A change of W by one would begin the measurement of the cost
+    again, and at every decision.
+    """
+    least, most = NEAR
+    pairs = ((now.window.size, size), (now.size, max(size, period)))
+    return all(least * present <= wanted <= most * present for present, wanted in pairs)

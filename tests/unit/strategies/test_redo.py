@@ -78,3 +78,10 @@ def test_windows_without_gradients_come_no_more_often_while_their_cost_is_unknow
     chosen = decided(strategy, first, slow)
     assert not isinstance(chosen, RedoSchedule)
     assert chosen.size >= first.size
+
+
+def test_a_link_whose_rate_fluctuates_does_not_change_w_at_every_decision() -> None:
+    strategy = Redo(TABLE, MoEvement(TABLE))
+    now = RedoSchedule.of(TABLE, 8)
+    for size, is_change in ((7, False), (9, False), (10, False), (12, True), (4, True)):
+        assert strategy.propose(now, (size, 1, size)).is_change == is_change, size
