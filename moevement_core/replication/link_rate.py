@@ -23,7 +23,8 @@ class LinkRate:
         """Return the total rate of the links in bytes per second; infinite without peers.
 
         A send is usually slower than its link, because senders spread snapshots over time. If a sender has learned the
-        rate of its link, this method uses that rate instead of the measured rate of the sends.
+        rate of its link, this method uses that rate. Otherwise the rate of its sends shows only that the link is not
+        slower, so an earlier result that was higher stays. A link that becomes slower makes its sender learn that.
 
         If a peer has acknowledged nothing since the last call, although a snapshot waits for it, its link is too slow,
         but the sends do not show by how much. The result is then half of the smaller of two numbers: the last result,
@@ -36,6 +37,7 @@ class LinkRate:
             senders: one sender for each peer.
             needed_bytes_per_s: mean bytes per second that the links to all peers together have to carry now.
         """
+        before = self._bytes_per_s / len(senders) if senders and math.isfinite(self._bytes_per_s) else 0.0
         rates, is_silent = list[float](), False
         for sender in senders:
             is_new = self._has_taken and sender not in self._before
@@ -43,7 +45,7 @@ class LinkRate:
             if sender.send_s > seconds:
                 measured = (sender.sent_bytes - nbytes) / (sender.send_s - seconds)
                 learned = sender.spread.link_bytes_per_s
-                rates.append(learned if math.isfinite(learned) else measured)
+                rates.append(learned if math.isfinite(learned) else max(measured, before))
             else:
                 is_silent = is_silent or (sender.is_awaited and not is_new)
             self._before[sender] = (sender.sent_bytes, sender.send_s)

@@ -35,6 +35,10 @@ def test_rates_of_all_peers_add_up_and_old_sends_do_not_count() -> None:
     assert taken(rate, first, second) == pytest.approx(20e6)
     for sender in (first, second):
         sender.brings(1_000_000, 1.0)
+    assert taken(rate, first, second) == pytest.approx(20e6), "slow sends may be spread over time"
+    for sender in (first, second):
+        sender.brings(1_000_000, 1.0)
+        sender.spread.sent(1_000_000, 1.0, 5e6)
     assert taken(rate, first, second) == pytest.approx(2e6), "the link has become slower"
 
 
@@ -58,12 +62,15 @@ def test_without_peers_nothing_limits() -> None:
     assert math.isinf(taken(LinkRate()))
 
 
-def test_senders_of_another_generation_begin_anew() -> None:
+def test_sends_of_another_generation_that_are_spread_over_time_do_not_make_its_links_slower() -> None:
     rate, old, new = LinkRate(), OfferedState(), OfferedState()
     old.brings(10_000_000, 1.0)
     taken(rate, old)
     new.brings(3_000_000, 1.0)
-    assert taken(rate, new) == pytest.approx(3e6)
+    assert taken(rate, new) == pytest.approx(10e6)
+    new.brings(3_000_000, 1.0)
+    new.spread.sent(3_000_000, 1.0, 9e6)
+    assert taken(rate, new) == pytest.approx(3e6), "a sender has learned that its link is slower"
 
 
 def test_what_senders_have_learned_of_their_link_counts_and_not_how_slowly_they_were_to_send() -> None:
@@ -80,8 +87,8 @@ def test_a_peer_to_which_nothing_was_sent_is_not_silent() -> None:
     taken(rate, old)
     new = [OfferedState(is_awaited=False) for _ in range(2)]
     assert [taken(rate, *new) for _ in range(3)] == [10e6] * 3, "a failure does not make links slower"
-    new[0].brings(4_000_000, 1.0)
-    assert taken(rate, *new) == pytest.approx(8e6)
+    new[0].brings(8_000_000, 1.0)
+    assert taken(rate, *new) == pytest.approx(16e6)
     new[1].is_awaited = True
     assert taken(rate, *new) == pytest.approx(NEEDED / 2)
 
