@@ -101,20 +101,17 @@ class MoEvement(Strategy, CountsTokens):
         W is the smallest number of snapshots in a window for which a rank can copy each snapshot from the device within
         one iteration. The period is the smallest number of iterations from the beginning of one window to the beginning
         of the next that links and the cap on overhead allow.
-
-        While the cost of saving is not measured, both numbers stay, unless links or copies need rarer windows. A
-        change would begin the measurement again.
         """
         assert isinstance(now, SparseSchedule)
-        size, period = self.sizes(now, self._order(now), measured)
-        if measured.cost is None and period <= now.size:
-            return now.window.size, now.size
-        return size, period
+        return self.sizes(now, self._order(now), measured)
 
     def sizes(
         self, now: SparseSchedule, order: Order, measured: Measured, *, has_gradients: bool = False
     ) -> tuple[int, int]:
-        """Return W and the period for an order of the operators.
+        """Return W and the period for an order of the operators, as :meth:`wanted_sizes` explains.
+
+        While the cost of saving is not measured, windows do not come more often. Unless links or copies need rarer
+        windows, both numbers then stay, because a change would begin the measurement again.
 
         Args:
             now: schedule in force.
@@ -129,8 +126,9 @@ class MoEvement(Strategy, CountsTokens):
         is_other_form = has_gradients or window.size != now.window.size
         to_save = measured.bytes_to_save(now.mean_bytes, self.cap, is_other_form=is_other_form)
         period = shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
-        # Windows of unknown cost do not come more often than the present ones.
-        return window.size, period if measured.cost is not None else max(period, now.size)
+        if measured.cost is None and period <= now.size:
+            return window.size if has_gradients else now.window.size, now.size
+        return window.size, period
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Propose a schedule with the W and period in ``sizes``; the alternative has the present W and period.

@@ -78,6 +78,13 @@ def test_windows_without_gradients_come_no_more_often_while_their_cost_is_unknow
     chosen = decided(strategy, first, slow)
     assert not isinstance(chosen, RedoSchedule)
     assert chosen.size >= first.size
+    links = replace(QUICK, replication_bytes_per_s=GRADIENT / 2)
+    unchanged = decided(strategy, first, links)
+    assert (unchanged.window.size, unchanged.size) == (first.window.size, first.size)
+    gradients = RedoSchedule.of(TABLE, 8)
+    without = decided(strategy, gradients, links)
+    assert not isinstance(without, RedoSchedule)
+    assert without.size >= gradients.size
 
 
 def test_a_link_whose_rate_fluctuates_does_not_change_w_at_every_decision() -> None:
