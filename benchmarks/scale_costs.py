@@ -196,7 +196,10 @@ def _mirrored(ranks: int) -> float:
 
 
 def _statuses(ranks: int) -> float:
-    return _from_all([_size(RankStatus(1, rank, True, 0, 1000, True)) for rank in _some(ranks)], ranks)
+    return _from_all(
+        [_size(RankStatus(1, rank, was_training=True, committed=1000, has_begun_next=True)) for rank in _some(ranks)],
+        ranks,
+    )
 
 
 def _summaries(ranks: int) -> float:

@@ -8,10 +8,10 @@ The file shows what to write for another trainer, such as torchtitan or your own
 Kill the process of a rank: the spare takes over this rank, and ``moevement verify`` shows that the run equals a
 failure-free run bit for bit.
 
-Every rank trains on its own batches. Experts are spread over the ranks (expert parallelism), and tokens travel to the
-experts and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks roll
-back together. The model has one operator for each expert, each router, the rest of each layer, the embedding, and the
-head.
+Every rank trains on a share of each batch. Experts are spread over the ranks (expert parallelism), and tokens travel
+to the experts and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks
+roll back together. The model has one operator for each expert, each router, the rest of each layer, the embedding, and
+the head. With ``--moevement-elastic`` the job goes on with fewer ranks if no spare is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from torch import nn
 
 import moevement_core as ft
 
-VOCABULARY, WIDTH, LAYERS, EXPERTS, LENGTH, BATCH = 256, 32, 2, 8, 64, 4
+VOCABULARY, WIDTH, LAYERS, EXPERTS, LENGTH = 256, 32, 2, 8, 64
+BATCH = 8
+"""Sequences of an iteration, on all ranks together."""
+SIZES = (1, 2, 4, 8)
+"""Numbers of ranks with which the job may train: those that divide the experts and the batch."""
 
 
 # The model
@@ -171,15 +175,20 @@ class Trainer(ft.Binding):
         self.dense = [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
         self.corpus = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
         self.seed = seed
-        torch.manual_seed(seed + 1 + dist.get_rank())  # so that dropout differs between ranks
+        self._draw_anew()
+
+    def _draw_anew(self) -> None:
+        """Seed the random numbers of dropout, which differ between ranks."""
+        torch.manual_seed((self.seed * 1000 + self.iteration) * 1000 + 1 + dist.get_rank())
 
     # Parts of a step. A failure may happen between any two parts.
 
     def forward_backward(self, iteration: int) -> None:
-        """Compute the gradients of this rank's batch, which is a pure function of ``iteration``, rank and seed."""
-        draws = torch.Generator().manual_seed((self.seed * 1000 + iteration) * 1000 + dist.get_rank())
+        """Compute the gradients of this rank's share of the batch, a pure function of ``iteration`` and seed."""
+        draws = torch.Generator().manual_seed(self.seed * 1000 + iteration)
         starts = torch.randint(len(self.corpus) - LENGTH - 1, (BATCH,), generator=draws)
-        text = torch.stack([self.corpus[start : start + LENGTH + 1] for start in starts])
+        own = starts[dist.get_rank() :: dist.get_world_size()]
+        text = torch.stack([self.corpus[start : start + LENGTH + 1] for start in own])
         loss = self.model(text[:, :-1], text[:, 1:])
         loss.backward()
         self.losses[iteration] = {"lm loss": loss.detach()}
@@ -240,11 +249,14 @@ class Trainer(ft.Binding):
         return states
 
     def boundary(self) -> dict[str, Any]:
-        return {"rng": torch.get_rng_state(), "progress": {"iteration": self.iteration}}
+        return {"rng": torch.get_rng_state(), "rank": dist.get_rank(), "progress": {"iteration": self.iteration}}
 
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
         self.put_progress(boundary["progress"])
-        torch.set_rng_state(boundary["rng"].clone())
+        if boundary["rank"] == dist.get_rank():
+            torch.set_rng_state(boundary["rng"].clone())
+        else:  # an elastic job has grown, and no rank drew these numbers before
+            self._draw_anew()
 
     def put_progress(self, progress: Mapping[str, int]) -> None:
         self.iteration = progress["iteration"]
@@ -271,6 +283,9 @@ class Trainer(ft.Binding):
 
     def gather_replicas(self) -> None:
         """Do nothing: every rank has saved all the state that it holds."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"world_size": dist.get_world_size(), "seed": self.seed}
 
     @contextmanager
     def replaying(self, shared_from: int | None, feeding: Any) -> Iterator[ft.Trainer]:
@@ -396,7 +411,7 @@ def main() -> None:
             trainer.forward_backward(iteration)
             session.step()
 
-    ft.train(lambda: Trainer(args.seed), config, loop, backend="gloo", run_dir=args.run_dir, flags=vars(args))
+    ft.train(lambda: Trainer(args.seed), config, loop, "gloo", run_dir=args.run_dir, flags=vars(args), sizes=SIZES)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megatron.moevement import platform
 from megatron.moevement.rank_order import arithmetic_of
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
-from moevement_core.elastic.config import ElasticConfig
+from moevement_core.elastic.config import SlotsConfig
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.run.guarantees import Restored, of_job
@@ -86,7 +86,7 @@ def add_arguments(parser: Parser) -> Parser:
         "rank receives the values of all N ranks instead of one sum (docs/guarantees.md)",
     )
     add_session_flags(group, has_switch=True)
-    add_flags(group, ElasticConfig)
+    add_flags(group, SlotsConfig)
     if find_spec("transformer_engine") is None:
         _allow_fp8_masters(parser)
     return parser

@@ -9,6 +9,7 @@ from typing import Any, override
 
 import torch.distributed as dist
 
+from megatron.moevement.elastic.recut import MegatronRecut
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported
@@ -69,6 +70,10 @@ class MegatronBinding(Binding):
         """Function that is called after a recovery, inside Megatron's training loop, before the next iteration.
 
         Its arguments are those of :meth:`on_recovered`.
+        """
+        self.expert_loads: Callable[[], Mapping[int, Sequence[int]]] = dict
+        """Function that returns recent token counts of the experts in this rank's layers, by layer, if experts are in
+        slots.
         """
         self.parameter_keys: list[Any] = []
         """Parameter keys that all ranks gathered when Megatron built the optimizer.
@@ -348,6 +353,12 @@ class MegatronBinding(Binding):
     @override
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         self.on_back(until, outcome, is_between)
+
+    # Elastic jobs
+
+    @override
+    def recut(self) -> MegatronRecut:
+        return MegatronRecut(self.live, self.ledger, self.expert_loads)
 
     # Windows on disk
 

@@ -21,7 +21,7 @@ def _seconds(name: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Configuration of a job that may change its number of ranks."""
+    """Flags with which a job may change its number of ranks."""
 
     is_elastic: bool = flag(
         SWITCH, action="store_true", default=False,
@@ -33,6 +33,12 @@ class ElasticConfig:
         help="before it grows, an elastic job waits until no further process has joined for S seconds, to admit "
         f"several processes together (default: {JOIN_WAIT_S:g})",
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SlotsConfig:
+    """Flags of an elastic job that places experts in slots."""
+
     expert_slots: int | None = flag(
         "--moevement-expert-slots", type=int, metavar="C", check=at_least(1),
         help="number of expert slots that each rank of an elastic job has in each layer; popular experts get more "

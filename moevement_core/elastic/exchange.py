@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moevement_core.comms.address import own_address
+from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.comms.transport import Transport
 from moevement_core.elastic import digest
@@ -79,6 +81,33 @@ class Exchanged:
     """Bytes sent between ranks, the sum over all ranks."""
     digests: Mapping[str, int]
     """Digest of each operator's whole state, the same before and after the exchange; empty without verification."""
+
+
+def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
+    """Fill the pieces that each rank wants from the pieces that ranks hold. Collective.
+
+    The function opens connections for the transfer and closes them afterwards. Arguments and errors are those of
+    :func:`exchange`. If a rank wants two replicas of an expert, the exchange fills the first replica, and this function
+    copies it to the second.
+    """
+    first: dict[tuple[str, int], Piece] = {}
+    copies: list[tuple[Piece, Piece]] = []
+    for piece in wanted:
+        key = piece.name, piece.begin
+        if key in first:
+            copies.append((piece, first[key]))
+        else:
+            first[key] = piece
+    connections = Connections(own_address())
+    try:
+        connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
+        channel = connections.channel("state")
+        exchanged = exchange(once(held), list(first.values()), channel, is_verified=is_verified)
+    finally:
+        connections.close()
+    for copy, piece in copies:
+        copy.tensor.copy_(piece.tensor)
+    return exchanged
 
 
 def exchange(

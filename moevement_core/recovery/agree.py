@@ -7,7 +7,7 @@ reports of all ranks, so all ranks come to the same decision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moevement_core.util.iterations import newest_of
 
@@ -22,13 +22,24 @@ class RankStatus:
     """Model replica that the rank belongs to; ranks of one replica clip by the same norm."""
     was_training: bool = False
     """True if the rank trained before the failure; a replacement did not."""
-    began_at: int = 0
-    """Iteration that the job started from: 0, or that of the checkpoint or window that it loaded."""
+    is_last: bool = False
+    """True if the rank was the last one of the job, which prints and logs the results of evaluations."""
+    start: int = 0
+    """Number of the start of the job since which the rank has trained.
+
+    A process that was a spare for some time may still have state of an earlier start.
+    """
+    began_at: int | None = 0
+    """Iteration that the job started from: 0, or that of the checkpoint or window that it loaded. None if the job may
+    also resume from that iteration, because the memory of its ranks has the state.
+    """
     committed: int | None = None
     """Last iteration that the rank committed; None if it has no state of any iteration."""
     has_begun_next: bool = False
     """True if the rank had begun the iteration after ``committed``, so that any evaluation or dense save due between
     the two iterations is done."""
+    may_follow: bool = True
+    """False if the rank has only a copy of its state in host memory, so that it cannot apply an update."""
     persisted: int | None = None
     """First snapshot of the newest run that this rank knows to be persisted on every rank; None without one."""
     goal: RankStatus | None = None
@@ -79,9 +90,10 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     Raises:
         NothingToResume: no iteration was committed yet, or no rank that trained is left.
     """
-    survivors = [status for status in statuses if status.was_training]
-    if not survivors:
+    if not any(status.was_training for status in statuses):
         raise NothingToResume("no rank that trained is left")
+    statuses = _of_newest_start(statuses)
+    survivors = [status for status in statuses if status.was_training]
     records = [(rank, status, False) for rank, status in enumerate(statuses) if status.was_training]
     # A rank whose recovery was interrupted lacks the state of the target iteration. But it keeps the status of a rank
     # that had committed that iteration.
@@ -91,16 +103,17 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     newest = max((status.committed for _, status, _ in records if status.committed is not None), default=None)
     if newest is None or newest == survivors[0].began_at:
         raise NothingToResume("no iteration was committed yet")
-    holders = [status for status in statuses if status.committed is not None]
-    # The last rank prints and logs the results of evaluations, so it must have trained as well.
+    holders = [status for status in statuses if _has_state(status, newest)]
     all_went_on = all(status.committed == newest and status.has_begun_next for status in holders)
-    is_between = not (statuses[-1].was_training and holders and all_went_on)
+    is_between = not (any(status.is_last for status in survivors) and holders and all_went_on)
     reference, _, reference_is_goal = next(
         record for record in records if record[1].committed == newest and (is_between or record[1].has_begun_next)
     )
-    lost = frozenset(rank for rank, status in enumerate(statuses) if status.committed is None)
     # Survivors of a lost stage are followers as well, because the recovery may restore the failed rank alone.
-    followers = frozenset(rank for rank, status in enumerate(statuses) if status.committed == newest - 1)
+    followers = frozenset(
+        rank for rank, status in enumerate(statuses) if status.committed == newest - 1 and status.may_follow
+    )
+    lost = frozenset(rank for rank, status in enumerate(statuses) if not _has_state(status, newest))
     lost_stages = frozenset(statuses[rank].stage for rank in lost)
     return ResumePoint(
         iteration=newest,
@@ -112,6 +125,22 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         persisted=newest_of(status.persisted for status in survivors),
         is_between=is_between,
     )
+
+
+def _has_state(status: RankStatus, newest: int) -> bool:
+    """Return True if a rank has the state of iteration ``newest``, or can reach it by an update."""
+    return status.committed == newest or (status.committed == newest - 1 and status.may_follow)
+
+
+def _of_newest_start(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
+    """Return ``statuses``, in which ranks with state of an earlier start of the job have no state."""
+    newest = max(status.start for status in statuses if status.was_training)
+    return [
+        replace(status, was_training=False, committed=None, goal=None)
+        if status.was_training and status.start < newest
+        else status
+        for status in statuses
+    ]
 
 
 def peers_of_followers(statuses: Sequence[RankStatus], point: ResumePoint) -> dict[int, int | None]:

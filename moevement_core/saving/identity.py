@@ -32,6 +32,11 @@ class JobNames:
     """
 
     @property
+    def number(self) -> int:
+        """Number of this start: 0 for the first one."""
+        return int(self.start.partition(".")[2] or 0)
+
+    @property
     def is_restart(self) -> bool:
         """True if the job has started before."""
         return self.start != self.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.comms.transport import Transport
+from moevement_core.elastic.layout import Formation
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.rebuild.prepare import Prepared, prepare
+from moevement_core.rebuild.recut import prepare_from_snapshots
+from moevement_core.recovery.formation_snapshots import FormationSnapshots
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.recovery.sources import SnapshotSource
@@ -22,6 +25,7 @@ from moevement_core.saving.folder import SharedFolder
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.storage.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.storage.manifest import Manifest, manifests_and_refused, reach_of
+from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.equal_bits import arithmetic_of_all, why_window_may_differ
 from moevement_core.util import damage
 
@@ -121,24 +125,6 @@ class JobWindows(SnapshotSource):
 
 
 @dataclass(frozen=True)
-class Resize:
-    """Rules for loading windows of a job with another number of ranks."""
-
-    free: Collection[str]
-    """Settings that may differ from those of the job that wrote the window."""
-    is_needed: Callable[[Manifest], bool]
-    """Function that returns True if :attr:`prepare` has to distribute a window's state to the current ranks.
-
-    Windows for which it returns False are loaded unchanged.
-    """
-    prepare: Callable[[WindowFiles, Manifest], Prepared]
-    """Function that distributes the state in a window to the current ranks.
-
-    Every rank calls it. If one rank raises RecoveryError, all ranks raise it.
-    """
-
-
-@dataclass(frozen=True)
 class Loaded:
     """Window in host memory, ready to be replayed."""
 
@@ -159,7 +145,7 @@ def load_newest(
     transport: Transport,
     is_wanted: Callable[[Manifest], bool],
     after: int,
-    resize: Resize | None = None,
+    elastic: Binding | None = None,
 ) -> Loaded | None:
     """Load the newest window that has all snapshots of every rank. Every rank calls it.
 
@@ -170,7 +156,7 @@ def load_newest(
         transport: channel over which ranks fetch snapshots from each other.
         is_wanted: function that returns True for windows to consider.
         after: iteration beyond which a window must reach.
-        resize: rules for windows of a job with another number of ranks; None to refuse such windows.
+        elastic: binding of this rank, to load windows of a job with another number of ranks too; None to refuse them.
 
     Returns:
         Window; None if no window reaches beyond ``after``.
@@ -188,12 +174,12 @@ def load_newest(
                 f"{manifest.name} in {place.path}: the manifest has no digest (version 1), so the job cannot detect "
                 "edits of the manifest"
             )
-        free = resize.free if resize is not None else ()
+        free = elastic.recut().free_settings if elastic is not None else ()
         _refuse_other_settings(place, manifest, {name: value for name, value in settings.items() if name not in free})
         files = WindowFiles(place, manifest)
         try:
-            if resize is not None and resize.is_needed(manifest):
-                prepared = resize.prepare(files, manifest)
+            if elastic is not None and not elastic.recut().is_cut_alike(manifest.settings):
+                prepared = _recut(files, manifest, elastic)
             else:
                 report = Report(dist.get_rank(), stage, ())
                 prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
@@ -210,6 +196,23 @@ def load_newest(
     if refused:
         raise RecoveryError(f"no window in {place.path} is complete. {refused[0]}")
     return None
+
+
+def _recut(files: WindowFiles, manifest: Manifest, binding: Binding) -> Prepared:
+    """Divide the state in a window anew among the present ranks. Collective.
+
+    Raises:
+        RecoveryError: the window is not complete. Every rank raises it.
+    """
+    recut = binding.recut()
+    layouts = tuple(recut.layout_of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
+    held = FormationSnapshots(
+        Formation(-1, layouts),
+        -1,
+        files.holdings(),
+        lambda holding: files.open(holding.source, holding.owner, holding.iteration),
+    )
+    return prepare_from_snapshots([held], binding, until=manifest.reaches, is_verified=True).prepared
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:

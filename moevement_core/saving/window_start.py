@@ -19,7 +19,7 @@ from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.recovery import flips
 from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_folder
 from moevement_core.saving.identity import JobNames
-from moevement_core.saving.window_files import Loaded, Resize, load_newest
+from moevement_core.saving.window_files import Loaded, load_newest
 from moevement_core.storage.manifest import Manifest, is_of_job
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
@@ -31,7 +31,6 @@ def load_window(
     names: JobNames,
     *,
     is_resumed: bool,
-    resize: Resize | None = None,
     asked_step: int | None = None,
 ) -> Loaded | None:
     """Load the window that the job starts from, and set the job's progress to the window's. Every rank calls it.
@@ -43,7 +42,6 @@ def load_window(
         config: flags of the job.
         names: names of the job.
         is_resumed: True if the trainer has loaded a dense checkpoint that this job saved.
-        resize: rules for windows of a job with another number of ranks; None to refuse such windows.
         asked_step: value of ``--ckpt-step``. The job then starts from that dense checkpoint, and ignores windows of
             other jobs. None to start from the newest state.
 
@@ -56,22 +54,20 @@ def load_window(
     """
     flips.begin(config.drill.flips)
     host = own_address()
-    loaded = _load_own(binding, config, names=names, host=host, resize=resize) if names.is_restart else None
+    loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
             f"--ckpt-step {asked_step}: the job starts from this checkpoint, not from a window in --moevement-load "
             f"{config.disk.load}; leave --ckpt-step out to start from the newest window"
         )
     if loaded is None and not is_resumed and asked_step is None:
-        loaded = _load_named(binding, config, names=names, host=host, resize=resize)
+        loaded = _load_named(binding, config, names=names, host=host)
     if loaded is not None:
         binding.put_progress(loaded.manifest.progress)
     return loaded
 
 
-def _load_own(
-    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
-) -> Loaded | None:
+def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """Return the newest usable window of an earlier start of this job; None without one.
 
     If windows exist but none of them is usable, rank 0 logs the reason.
@@ -82,18 +78,14 @@ def _load_own(
     node = config.copies.node_of(dist.get_rank())
     try:
         place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
-        return _load(
-            binding, host, place=place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name), resize=resize
-        )
+        return _load(binding, config, host, place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name))
     except (ConfigError, RecoveryError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
         return None
 
 
-def _load_named(
-    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
-) -> Loaded | None:
+def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """Return the newest window of other jobs in the folder of ``--moevement-load``; None without one."""
     template = config.disk.load
     if template is None:
@@ -101,9 +93,7 @@ def _load_named(
     rank, iteration = dist.get_rank(), binding.iteration
     node = config.copies.node_of(rank)
     place = find_folder("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
-    loaded = _load(
-        binding, host, place=place, is_wanted=lambda manifest: not is_of_job(manifest.name, names.name), resize=resize
-    )
+    loaded = _load(binding, config, host, place, is_wanted=lambda manifest: not is_of_job(manifest.name, names.name))
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(
@@ -114,14 +104,14 @@ def _load_named(
 
 
 def _load(
-    binding: Binding, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool], resize: Resize | None
+    binding: Binding, config: SessionConfig, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool]
 ) -> Loaded | None:
     connections = Connections(host)
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
         return load_newest(
             place, stage=binding.place().stage, settings=binding.settings(), transport=connections.channel("windows"),
-            is_wanted=is_wanted, after=binding.iteration, resize=resize,
+            is_wanted=is_wanted, after=binding.iteration, elastic=binding if config.elastic.is_elastic else None,
         )  # fmt: skip
     finally:
         connections.close()

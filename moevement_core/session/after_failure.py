@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from moevement_core.saving.identity import JobNames, job_name
 from moevement_core.session.build import build_session
-from moevement_core.session.meeting import go_on, log_gradients, meet
+from moevement_core.session.meeting import agree_on_policy, go_on, log_gradients, meet
+from moevement_core.session.rank_report import report_of
 from moevement_core.session.rejoin import Rejoined, rejoin
 from moevement_core.session.session import Session
 from moevement_core.trainer.binding import Binding
@@ -35,13 +36,15 @@ def take_up(
         Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. Every rank raises it.
         RecoveryError: objects of this rank cannot use the new process groups.
     """
-    meeting = meet(binding, session, before.reached if before is not None else None)
+    place = binding.place()
+    meeting = meet(report_of(session, before.reached if before is not None else None, place), binding.build_data)
+    joining = agree_on_policy(session, meeting, place.stage)
     is_survivor, is_as_at_start = session is not None, False
     if session is not None:
-        go_on(session, meeting)
+        go_on(session, meeting, joining)
     else:
         is_as_at_start = binding.build(meeting.build_data)
-        session = build_session(binding, config, JobNames(job_name() or ""), joining=meeting.joining)
+        session = build_session(binding, config, JobNames(job_name() or ""), joining=joining)
     joined(session, meeting.point.iteration)
     if is_survivor:
         log_gradients(session)

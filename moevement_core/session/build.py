@@ -6,7 +6,7 @@ do not communicate. After a failure only replacements build a session; survivors
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from moevement_core.comms import plain
@@ -22,6 +22,7 @@ from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery import flips
 from moevement_core.recovery.boundary_log import BoundaryLog
+from moevement_core.recovery.formation_snapshots import FormationSnapshots
 from moevement_core.replication.allowance import LOG, Allowance
 from moevement_core.replication.interface import bytes_moved
 from moevement_core.replication.pace import Pace
@@ -61,8 +62,7 @@ def build_session(
     names: JobNames,
     prepared: Prepared | None = None,
     joining: Joining | None = None,
-    *,
-    is_resized: bool = False,
+    snapshots_before: Sequence[FormationSnapshots] | None = None,
 ) -> Session:
     """Return the session of this rank. Collective: every rank of the job calls it at the same point.
 
@@ -73,13 +73,15 @@ def build_session(
         prepared: recovery that :meth:`Session.begin_training` executes, for example from a window on disk; None without
             one.
         joining: on a replacement, what survivors know about the running job; None if the job starts.
-        is_resized: True if the job continues with another number of ranks. The job then does not end if it has too few
-            ranks for the copies that the flags ask for; it keeps fewer copies.
+        snapshots_before: in an elastic job that has just changed its ranks, snapshots from before the change; None
+            otherwise. Such a job does not end if it has too few ranks for the copies that the flags ask for; it keeps
+            fewer copies.
 
     Raises:
         ConfigError: the trainer lacks what the flags need, or memory or the folder for windows is missing. Every rank
             raises it.
     """
+    is_resized = snapshots_before is not None
     refuse_without_wipe(binding, config.drill.wipe_at)
     device = current_device()
     bind_to_device(device)  # before threads start and host memory is allocated
@@ -188,7 +190,7 @@ def build_session(
     )
     if joining is None:
         saving.start()
-    return Session(binding, config, saving, prepared, is_first=joining is None)
+    return Session(binding, config, saving, prepared, snapshots_before=snapshots_before or (), is_first=joining is None)
 
 
 def _record_bytes(binding: Binding, strategy: Strategy) -> int:

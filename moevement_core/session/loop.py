@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, override
@@ -26,8 +26,11 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.comms.address import store_address
 from moevement_core.device import visible_devices
+from moevement_core.elastic.config import SWITCH
+from moevement_core.errors import ConfigError
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
+from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.store import connect_store
 from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
@@ -35,11 +38,13 @@ from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
 from moevement_core.run.events import Ended, Restarted
-from moevement_core.saving.identity import agree_on_names, job_name
+from moevement_core.saving.identity import JobNames, agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
 from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
+from moevement_core.session.kept_state import Resizing
 from moevement_core.session.rejoin import Rejoined, Unrecoverable
+from moevement_core.session.resize import Offer, Rebuilder, Resized, resize
 from moevement_core.session.run_directory import (
     Lines,
     begin_record,
@@ -51,6 +56,7 @@ from moevement_core.session.run_directory import (
 from moevement_core.session.session import Session
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.util.lock import FolderLock
 
 TIMEOUT = timedelta(minutes=10)
 """Timeout of collectives. After a failure, the restart guard interrupts them much sooner."""
@@ -63,6 +69,7 @@ def train(
     backend: str,
     run_dir: Path | None = None,
     flags: Mapping[str, Any] | None = None,
+    sizes: Sequence[int] = (),
 ) -> Any:
     """Run ``loop`` to its end through any number of failures. Each process of the job calls it once.
 
@@ -76,6 +83,8 @@ def train(
         backend: backend of the default process group.
         run_dir: folder for metrics, events and a summary; None to record nothing.
         flags: flags of the script, to be recorded in the run's ``config.yaml``.
+        sizes: numbers of ranks with which the job may continue, ascending. ``--moevement-elastic`` needs them. The
+            trainer should train on the same global batch with each number of ranks.
 
     Returns:
         Result of ``loop``.
@@ -84,11 +93,31 @@ def train(
         ConfigError: the job cannot begin with these flags. Every rank raises it.
         SystemExit: the job ended, and ``loop`` has no result in this process, for example in an unused spare.
     """
-    training = _Loop(make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}))
+    if config.elastic.is_elastic:
+        _refuse_fixed_size(sizes)
+    training = _Loop(
+        make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}), sizes=sizes
+    )
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
     return training.enter(connect_store(address) if address is not None else None)
+
+
+def _refuse_fixed_size(sizes: Sequence[int]) -> None:
+    """Refuse an elastic job whose number of ranks cannot change.
+
+    Raises:
+        ConfigError: the script gives no sizes, or no launcher can form the job again.
+    """
+    if not sizes:
+        raise ConfigError(
+            f"{SWITCH}: the script gives no numbers of ranks; pass sizes to moevement_core.train, or leave {SWITCH} out"
+        )
+    if not is_restarted_in_process():
+        raise ConfigError(
+            f"{SWITCH} without `moevement launch`, which re-forms the job; use the command, or leave the flag out"
+        )
 
 
 def iterations(session: Session, until: int) -> Iterator[int]:
@@ -127,7 +156,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
             return
 
 
-class _Loop(Training):
+class _Loop(Training, Rebuilder):
     """Training loop of a script. The in-process restart calls :meth:`enter` once in each generation."""
 
     def __init__(
@@ -138,13 +167,16 @@ class _Loop(Training):
         backend: str,
         run_dir: Path | None,
         flags: Mapping[str, Any],
+        sizes: Sequence[int],
     ) -> None:
         self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
-        self._flags = flags
+        self._flags, self._sizes = flags, tuple(sizes)
         self._began_s = time.monotonic()
         self._binding: Binding | None = None
         self._session: Session | None = None
-        self._rejoined: Rejoined | None = None
+        self._rejoined: Rejoined | Resized | None = None
+        self._resizing = Resizing()
+        self._lock: FolderLock | None = None
         self._has_begun = False
         self._resumed_in = -1
 
@@ -153,6 +185,12 @@ class _Loop(Training):
     def watching(self) -> GuardSettings:
         hang_s = LEASES_TO_HANG * self._config.timeouts.lease_s
         return GuardSettings(hang_s, faults=self._config.drill.faults, devices=visible_devices())
+
+    @property
+    @override
+    def grid(self) -> Grid | None:
+        elastic = self._config.elastic
+        return Grid(sizes=self._sizes, join_wait_s=elastic.join_wait_s) if elastic.is_elastic else None
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
@@ -178,6 +216,7 @@ class _Loop(Training):
         else:
             session.begin_training()
         self._has_begun = True
+        self._resizing.forget()
         self._resumed_in = now.roster.generation if now is not None else -1
         Lines(session.binding, session.saving.began_at).write(session.binding.iteration)
         try:
@@ -193,17 +232,16 @@ class _Loop(Training):
 
     def _begin(self) -> None:
         """Start the job from a window on disk, or from its beginning. Every rank calls it."""
-        self._binding = binding = self._make()
-        binding.regroup()
         names = agree_on_names()
-        lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
+        binding = self.build(names, ())
         loaded = load_window(binding, self._config, names, is_resumed=False)
-        if self._run_dir is not None:
-            binding.record = begin_record(self._run_dir, lock, self._flags, binding.iteration)
+        self.begin_record(binding)
         if names.is_restart:
             self._report_restart(binding, f"the window {loaded.place}" if loaded is not None else "its beginning")
         prepared = loaded.prepared if loaded is not None else None
         self._session = build_session(binding, self._config, names, prepared)
+        if self._config.elastic.is_elastic:
+            self._resizing.formed(binding, names.number)
 
     def _report_restart(self, binding: Binding, source: str) -> None:
         text = f"the job restarts at iteration {binding.iteration}, from {source}"
@@ -214,23 +252,36 @@ class _Loop(Training):
 
     def _take_up(self) -> bool:
         """Prepare the recovery after a failure. Return False if the job has to restart. Every rank calls it."""
-        if self._binding is None:
-            self._binding = self._make()
-            self._binding.regroup()
-        session = self._session if self._has_begun else None
         try:
-            self._rejoined = take_up(
-                binding=self._binding, config=self._config, session=session, before=self._rejoined, joined=self._joined
-            )
+            if self._config.elastic.is_elastic:
+                self._resize()
+            else:
+                self._rejoin()
         except NothingToResume as why:
             if dist.get_rank() == 0:
                 log.warning(f"every rank restarts, because {why}")
+            self._resizing.forget()
             self._forget()
             return False
         except Unrecoverable:  # in the next generation no rank has state, so the job restarts
             self._has_begun = False
             raise
         return True
+
+    def _resize(self) -> None:
+        # No variable here refers to the old session, because it would keep the old model.
+        resized = resize(self._resizing, self._session if self._has_begun else None, self._config, self)
+        self._session, self._rejoined = resized.session, resized
+
+    def _rejoin(self) -> None:
+        if self._binding is None:
+            self._binding = self._make()
+            self._binding.regroup()
+        session, before = self._session if self._has_begun else None, self._rejoined
+        assert not isinstance(before, Resized)
+        self._rejoined = take_up(
+            binding=self._binding, config=self._config, session=session, before=before, joined=self._joined
+        )
 
     def _joined(self, session: Session, until: int) -> None:
         self._session, binding = session, session.binding
@@ -254,6 +305,24 @@ class _Loop(Training):
         )
         if record.lock is not None:
             record.lock.release()
+
+    @override
+    def drop(self) -> None:
+        if self._session is not None:
+            self._session.end_threads()
+        self._forget()
+
+    @override
+    def build(self, names: JobNames, offers: Sequence[Offer]) -> Binding:
+        self._binding = binding = self._make()
+        binding.regroup()
+        self._lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
+        return binding
+
+    @override
+    def begin_record(self, binding: Binding) -> None:
+        if self._run_dir is not None:
+            binding.record = begin_record(self._run_dir, self._lock, self._flags, binding.iteration)
 
     def _forget(self) -> None:
         self._binding, self._session, self._rejoined, self._has_begun = None, None, None, False

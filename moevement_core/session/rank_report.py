@@ -6,7 +6,7 @@ only ranks whose outcome a follower needs send it. So a rank receives O(N) bytes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.recovery.agree import RankStatus, ResumePoint, peers_of_followers
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.binding import Place
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,26 @@ def _unpacked(sent: _Sent) -> tuple[RankReport, Any]:
     return RankReport(sent.status, outcome, common, begun, run_totals=run_totals), build_data
 
 
-def report_of(binding: Binding, session: Session | None, reached: RankReport | None) -> RankReport:
+def report_of(session: Session | None, reached: RankReport | None, place: Place | None = None) -> RankReport:
     """Return the report of this rank.
 
     Args:
-        binding: binding of this rank.
         session: session of a survivor that had begun training; None on a replacement.
         reached: report of the resume iteration of a recovery that this failure interrupted; None without one.
+        place: position of a replacement in the present process groups; None if the ranks of the job change.
     """
-    place = binding.place()
-    status = RankStatus(stage=place.stage, replica=place.replica)
     if session is None:
-        return RankReport(status)
-    persisted = session.saving.checkpointer.lifetime.first_needed
-    status = replace(status, was_training=True, began_at=session.saving.began_at, persisted=persisted)
+        place = place or Place()
+        return RankReport(RankStatus(stage=place.stage, replica=place.replica))
+    binding, topology = session.binding, session.saving.topology
+    status = RankStatus(
+        stage=topology.stage,
+        replica=topology.replica,
+        was_training=True,
+        is_last=topology.rank == topology.world - 1,
+        began_at=session.saving.began_at,
+        persisted=session.saving.checkpointer.lifetime.first_needed,
+    )
     mark = session.commit.mark if not session.commit.torn else None
     if mark is None:
         goal_status = reached.status if reached is not None else None
@@ -90,24 +96,24 @@ def report_of(binding: Binding, session: Session | None, reached: RankReport | N
 
 
 def share_reached(
-    binding: Binding, report: RankReport, statuses: Sequence[RankStatus], point: ResumePoint
+    report: RankReport, statuses: Sequence[RankStatus], point: ResumePoint, build_data: Callable[[], Any]
 ) -> tuple[RankReport, Any]:
     """Return the report of the resume iteration, and the data from which a replacement builds its model. Collective.
 
     The rank ``point.reference`` sends both. The data is None if the job has no replacement.
 
     Args:
-        binding: binding of this rank.
         report: report of this rank.
         statuses: status of every rank.
         point: resume point of the job.
+        build_data: function that returns the data from which a replacement builds its model.
     """
     sent = None
     if dist.get_rank() == point.reference:
         reached = report.goal if point.reference_is_goal else report
         assert reached is not None
         has_replacement = not all(status.was_training for status in statuses)
-        sent = _packed(reached, binding.build_data() if has_replacement else None)
+        sent = _packed(reached, build_data() if has_replacement else None)
     return _unpacked(broadcast_object(sent, _Sent, source=point.reference))
 
 

@@ -12,12 +12,13 @@ at the beginning of a window (``saving/windows.py``). The session adds these col
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moevement_core.overhead.fields import overhead_fields
 from moevement_core.rebuild.prepare import Prepared
+from moevement_core.recovery.formation_snapshots import FormationSnapshots
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
@@ -45,14 +46,23 @@ class Session:
         config: flags of the job.
         saving: saving of this rank's snapshots.
         prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
+        snapshots_before: snapshots from before an elastic job changed its ranks. The session frees them when a window
+            has been persisted since then.
         is_first: True if the job starts, so that the session captures all snapshots of a window before the first
             iteration.
     """
 
     def __init__(
-        self, binding: Binding, config: SessionConfig, saving: Saving, prepared: Prepared | None, *, is_first: bool
+        self,
+        binding: Binding,
+        config: SessionConfig,
+        saving: Saving,
+        prepared: Prepared | None,
+        snapshots_before: Sequence[FormationSnapshots] = (),
+        *,
+        is_first: bool,
     ) -> None:
-        self.binding, self.saving = binding, saving
+        self.binding, self.saving, self.snapshots_before = binding, saving, snapshots_before
         self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
@@ -105,6 +115,8 @@ class Session:
         """
         saving = self.saving
         observer.observer.before_iteration(self, committed)
+        if saving.has_persisted:
+            self.snapshots_before = ()
         injection.at(Phase.START)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)

@@ -21,6 +21,7 @@ Methods in the order of a job's life, and the ranks that call them:
 ``put_boundary``,             every rank, when all ranks have the state that training resumes from
 ``gradients_left``,
 ``replicas``, ``on_recovered``
+``recut``                     every rank of an elastic job, when its number of ranks changes
 ============================  ==========================================================================================
 """
 
@@ -43,6 +44,7 @@ from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
 from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
+from moevement_core.trainer.recut import Recut, WholeTensors
 
 Replicas = tuple[str, tuple[int, ...], str]
 """Operator name, ranks on which the operator's compute weights must be equal, digest of these weights on this rank.
@@ -321,6 +323,16 @@ class Binding(ABC):
             outcome: outcome of the step of ``until``.
             is_between: True if an evaluation or dense checkpoint due right after ``until`` may be missing.
         """
+
+    # Elastic jobs
+
+    def recut(self) -> Recut:
+        """Return the object that divides the state anew when an elastic job changes its number of ranks.
+
+        The default suits a trainer whose ranks hold whole tensors, with operator names and keys that do not depend on
+        the number of ranks.
+        """
+        return WholeTensors(self.states, lambda: self.place().stage, self.losses)
 
     # Windows on disk
 

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moevement_core.elastic.config import SWITCH as ELASTIC
+from moevement_core.elastic.config import ElasticConfig
 from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
 from moevement_core.errors import ConfigError
 from moevement_core.monitoring.config import MetricsConfig, unserved
@@ -13,6 +15,7 @@ from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
 from moevement_core.storage.config import DiskConfig
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
 from moevement_core.util.file_modes import FilesConfig, use_file_mode
 from moevement_core.util.flags import add_flags, from_args
@@ -31,6 +34,7 @@ class SessionConfig:
     verify: Verify
     disk: DiskConfig
     drill: DrillConfig
+    elastic: ElasticConfig
 
     @staticmethod
     def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
@@ -61,6 +65,12 @@ class SessionConfig:
                 f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; give a folder to "
                 "write the experts to"
             )
+        elastic = from_args(ElasticConfig, args)
+        if elastic.is_elastic and issubclass(strategy.kind, LosesUpdates):
+            raise ConfigError(
+                f"{ELASTIC} with --moevement-strategy {strategy.name}: tokens that an expert has lost are counted only "
+                "on the ranks that saved the expert; leave one of these flags out"
+            )
         copies = _copies(from_args(CopiesConfig, args), strategy, disk)
         _refuse_to_drop(budget, copies, disk)
         return SessionConfig(
@@ -71,6 +81,7 @@ class SessionConfig:
             verify=from_args(VerifyConfig, args).verify,
             disk=disk,
             drill=from_args(DrillConfig, args),
+            elastic=elastic,
         )
 
 
@@ -136,5 +147,5 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
         )
     add_flags(
         group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
-        MetricsConfig, DrillConfig,
+        MetricsConfig, DrillConfig, ElasticConfig,
     )  # fmt: skip

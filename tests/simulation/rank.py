@@ -141,7 +141,7 @@ class RankProcess(Process):
                 world().checks.memory(self)
 
         self.training = Training(
-            lambda: Trainer(scenario.shape, scenario.pace), scenario.config, loop, "gloo", None, {}
+            lambda: Trainer(scenario.shape, scenario.pace), scenario.config, loop, "gloo", None, {}, ()
         )
         if scenario.shape.replicas > 1:
             client.set(BLOCKS, str(scenario.shape.replicas))

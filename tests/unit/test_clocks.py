@@ -22,6 +22,7 @@ TIMES = {
     # Times of a recovery on several hosts, for its report: failure noticed, ranks left, groups usable, and so on.
     "session/meeting.py": 1,
     "session/rejoin.py": 3,
+    "session/resize.py": 2,
     "rendezvous/member.py": 1,
     "rendezvous/coordinator.py": 2,  # times of rosters and of the first commit, for reports and ETTR
     "rendezvous/losses.py": 1,

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from moevement_core.elastic.config import ElasticConfig
+from moevement_core.elastic.config import ElasticConfig, SlotsConfig
 from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
 from moevement_core.monitoring.config import MetricsConfig
@@ -46,9 +46,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "--moevement-inject-speedup": OR_ENDLESS,
     },
     MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
-    ElasticConfig: {
-        "--moevement-join-wait": NOT_NEGATIVE, "--moevement-expert-slots": AT_LEAST_ONE,
-        "--moevement-min-replicas": AT_LEAST_ONE, "--moevement-rebalance-interval": AT_LEAST_ONE,
+    ElasticConfig: {"--moevement-join-wait": NOT_NEGATIVE},
+    SlotsConfig: {
+        "--moevement-expert-slots": AT_LEAST_ONE, "--moevement-min-replicas": AT_LEAST_ONE,
+        "--moevement-rebalance-interval": AT_LEAST_ONE,
     },
 }  # fmt: skip
 UNCHECKED = {"--moevement-wipe-stages", "--moevement-inject-seed"}
@@ -75,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     session_parser = Parser(add_help=False)
     add_session_flags(session_parser.add_argument_group("moevement"), has_switch=True)
-    add_flags(session_parser, ElasticConfig)
+    add_flags(session_parser, SlotsConfig)
     return session_parser
 
 

@@ -30,6 +30,7 @@ from tests.unit.policy.tables import equal_experts
 
 # The set is frozen, because a renamed flag breaks users' scripts: a change of one must change this set, too.
 FLAGS = {
+    "--moevement-elastic", "--moevement-join-wait",
     "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
-from moevement_core.elastic.config import ElasticConfig
+from moevement_core.elastic.config import ElasticConfig, SlotsConfig
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.util.flags import from_args
 
@@ -19,12 +19,12 @@ def grid_of(args: Namespace) -> Grid | None:
     Raises:
         ConfigError: a flag has an invalid value.
     """
-    config = from_args(ElasticConfig, args)
+    config, slots = from_args(ElasticConfig, args), from_args(SlotsConfig, args)
     if not config.is_elastic:
         return None
     unit, ranks_of_replica = unit_of(args), args.tensor_model_parallel_size * args.context_parallel_size
     units = args.world_size // (args.pipeline_model_parallel_size * unit)
-    least = 1 if config.expert_slots is None else -(-args.num_experts // config.expert_slots)
+    least = 1 if slots.expert_slots is None else -(-args.num_experts // slots.expert_slots)
     replicas = {size: size * unit // ranks_of_replica for size in range(least, units + 1)}
     sizes = [size for size, count in replicas.items() if can_train(args, count)]
     return Grid(args.pipeline_model_parallel_size, unit, tuple(sizes), config.join_wait_s)

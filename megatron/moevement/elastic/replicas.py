@@ -13,8 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.elastic.recut import Shard
 from megatron.moevement.elastic.slots import Table, slots
 from megatron.moevement.optimizer.views import parts_of
+from moevement_core.elastic.exchange import bring_pieces
+from moevement_core.operators import expert_name
+from moevement_core.trainer.recut import Recut
 
 SHARED = "shared"
 """Attribute by which Megatron marks a parameter as a duplicate, so that norms count the parameter once."""
@@ -183,3 +187,29 @@ def mark_replicas(chunks: Sequence[Any], optimizer: Any) -> None:
                 for tensor in (parameter, part.master if part is not None else None):
                     if tensor is not None:
                         setattr(tensor, SHARED, is_shared)
+
+
+@torch.no_grad()
+def equalize_replicas(recut: Recut) -> None:
+    """Copy the state of each expert's first replica to the other replicas of the expert. Collective.
+
+    Every rank calls it when the job starts, because Megatron may build or load the replicas of an expert with different
+    state.
+
+    Args:
+        recut: division of this rank's state.
+    """
+    expert_slots, layout = slots(), recut.layout()
+    assert expert_slots is not None
+    own = Shard(*layout.shard).expert
+    pieces = recut.pieces(layout)
+    first = {
+        expert_name(layer, expert)
+        for layer, table in expert_slots.tables.items()
+        for slot, expert in enumerate(table[own])
+        if expert_slots.is_first(layer, own, slot)
+    }
+    experts = {expert_name(layer, expert) for layer in expert_slots.tables for expert in range(expert_slots.experts)}
+    held = [piece for piece in pieces if piece.operator not in experts or piece.operator in first]
+    bring_pieces(held, pieces, is_verified=True)
+    recut.filled()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.elastic.meeting import Meeting, OfferedState
 from megatron.moevement.elastic.slots import Slots, slots, use_slots
 from moevement_core.comms.exchange import all_gather_objects
-from moevement_core.elastic.config import ElasticConfig
+from moevement_core.elastic.config import SlotsConfig
 from moevement_core.elastic.tables import StageExperts, Table
 from moevement_core.errors import ConfigError
 from moevement_core.restart.generation import nodes_of
 from moevement_core.run.run_record import RunRecord
+from moevement_core.session.resize import Offer
 from moevement_core.util.flags import from_args
 
 
@@ -24,7 +25,7 @@ def put_experts_in_slots(args: Namespace) -> None:
     Expert parallelism then spans all data-parallel replicas. The preflight calls this function after Megatron has
     validated its arguments, and before Megatron builds configuration objects from the arguments.
     """
-    config = from_args(ElasticConfig, args)
+    config = from_args(SlotsConfig, args)
     use_slots(None)
     if config.expert_slots is not None:
         args.expert_model_parallel_size = args.data_parallel_size
@@ -50,10 +51,13 @@ def begin_placement(args: Namespace, *, is_restart: bool) -> None:
             )
 
 
-def place_experts(meeting: Meeting) -> dict[int, list[int]]:
+def place_experts(offers: Sequence[Offer]) -> dict[int, list[int]]:
     """Place experts in the slots of the present ranks, so that as few experts as possible move.
 
     Every rank calls it after a failure, and when uneven loads make experts move.
+
+    Args:
+        offers: what each present rank brings; the data is the result of ``MegatronRecut.offer``.
 
     Returns:
         The recent token counts of the experts in each layer of this rank's stage; empty without slots. The placement
@@ -66,43 +70,37 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
 
     ranks = parallel_state.get_expert_model_parallel_world_size()
     stages = [
-        _stage_experts(meeting, stage, range(stage * ranks, (stage + 1) * ranks), expert_slots.experts)
+        _stage_experts(offers, stage, range(stage * ranks, (stage + 1) * ranks), expert_slots.experts)
         for stage in range(parallel_state.get_pipeline_model_parallel_world_size())
     ]
     own = parallel_state.get_pipeline_model_parallel_rank()
     expert_slots.place(stages[own], [stage for number, stage in enumerate(stages) if number != own])
-    return {layer: list(tokens) for brought in _of_stage(meeting, own)[:1] for layer, tokens in brought.loads.items()}
+    loads: dict[int, Sequence[int]] = next((offer.data.value["loads"] for offer in offers if _was_in(offer, own)), {})
+    return {layer: list(tokens) for layer, tokens in loads.items()}
 
 
-def _of_stage(meeting: Meeting, stage: int) -> list[OfferedState]:
-    """Return the reports of the ranks that were in ``stage`` before the meeting."""
-    return [brought for brought in meeting.held if _was_in(brought, stage)]
+def _was_in(offer: Offer, stage: int) -> bool:
+    """Return True if a rank was in ``stage`` before the job changed its ranks."""
+    return offer.layout is not None and offer.layout.stage == stage
 
 
-def _was_in(brought: OfferedState, stage: int) -> bool:
-    return brought.stand is not None and brought.stand.stage == stage
-
-
-def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> StageExperts:
+def _stage_experts(offers: Sequence[Offer], stage: int, ranks: range, experts: int) -> StageExperts:
     """Return loads of the experts of ``stage``, and the experts that each present rank of the stage already holds.
 
     Args:
-        meeting: reports of all ranks.
+        offers: what each present rank brings.
         stage: pipeline stage.
         ranks: ranks that the stage has now.
         experts: number of experts in each layer. Without counted tokens, they all get equal loads.
     """
-    of_stage = _of_stage(meeting, stage)
-    layers = sorted({layer for brought in of_stage for layer in brought.experts})
-    counted = of_stage[0].loads if of_stage else {}
-    held = [meeting.held[rank] for rank in ranks]
+    of_stage = [offer.data.value for offer in offers if _was_in(offer, stage)]
+    layers = sorted({layer for brought in of_stage for layer in brought["experts"]})
+    counted = of_stage[0]["loads"] if of_stage else {}
+    held = [offers[rank].data.value["experts"] if _was_in(offers[rank], stage) else {} for rank in ranks]
     return StageExperts(
         nodes=nodes_of(ranks),
         loads={layer: counted.get(layer, [1] * experts) for layer in layers},
-        held={
-            layer: [brought.experts.get(layer, ()) if _was_in(brought, stage) else () for brought in held]
-            for layer in layers
-        },
+        held={layer: [brought.get(layer, ()) for brought in held] for layer in layers},
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
-from moevement_core.elastic.config import SWITCH, ElasticConfig
+from moevement_core.elastic.config import SWITCH, ElasticConfig, SlotsConfig
 from moevement_core.util.environment import MEMBER_ENV
 from moevement_core.util.flags import from_args
 
@@ -30,10 +30,6 @@ REFUSED = (
     Refusal(
         "--dataloader-type cyclic", lambda args: args.dataloader_type == "cyclic",
         "the order of samples depends on the number of replicas",
-    ),
-    Refusal(
-        "--moevement-strategy moc or moetion", lambda args: args.moevement_strategy in ("moc", "moetion"),
-        "tokens that an expert has lost are counted only on the ranks that saved the expert",
     ),
 )  # fmt: skip
 _WHOLE = "each data-parallel rank of a stage has to hold whole experts in its slots"
@@ -75,8 +71,8 @@ SLOTS_REFUSED = (
 
 def elastic(args: Namespace) -> Iterator[str]:
     """Yield complaints about settings that an elastic job does not support."""
-    config = from_args(ElasticConfig, args)
-    if not config.is_elastic:
+    config = from_args(SlotsConfig, args)
+    if not from_args(ElasticConfig, args).is_elastic:
         for flag in ("expert_slots", "expert_placement"):
             if getattr(args, f"moevement_{flag}") is not None:
                 yield f"--moevement-{flag.replace('_', '-')} without {SWITCH}; give both"

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.moevement.elastic.formation import Formation
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.pieces import RankPosition
+from megatron.moevement.elastic.recut import layout_from_flags, layout_now
 from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.restart import leftovers
 from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.settings import settings_of
-from moevement_core.comms.exchange import all_gather_objects
-from moevement_core.restart.generation import generation
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
 """Function of Megatron that returns model, optimizer and scheduler."""
@@ -46,21 +43,18 @@ class FirstProgress:
 
 
 def has_built(job: Job, groups: Groups | None) -> None:
-    """Store in ``job`` what follows from a newly built model: positions of ranks, process groups, slots. Collective."""
+    """Store in ``job`` what follows from a newly built model: process groups, and the experts in slots."""
     from megatron.training import get_args
 
-    job.stand = RankPosition.now()
     if get_args().moevement_elastic:  # Windows on disk identify positions by flags alone.
-        assert job.stand == RankPosition.of(settings_of(get_args()), job.stand.rank)
-    now = generation()
-    job.formation = Formation(
-        now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand, RankPosition))
-    )
+        now = layout_now()
+        assert now == layout_from_flags(settings_of(get_args()), now.rank)
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
     if (expert_slots := slots()) is not None:
         mark_replicas(job.live.model or [], job.live.optimizer)
         job.loads = RoutedLoads(job.live.model or [], expert_slots, get_args().moevement_rebalance_interval)
+        job.binding.expert_loads = job.loads.now
 
 
 def connect(job: Job) -> None:

@@ -18,10 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
-from megatron.moevement.elastic.bring import equalize_replicas
-from megatron.moevement.elastic.from_disk import resize_of
-from megatron.moevement.elastic.pieces import RankPosition
-from megatron.moevement.elastic.reassemble import reassemble, take_up_resized
+from megatron.moevement.elastic.rebuild import MegatronRebuilder
+from megatron.moevement.elastic.replicas import equalize_replicas
 from megatron.moevement.elastic.setup import begin_placement, record_placement
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
@@ -45,8 +43,10 @@ from moevement_core.saving.window_start import load_window
 from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
 from moevement_core.session.rejoin import Unrecoverable
+from moevement_core.session.resize import Resized, resize
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
+from moevement_core.trainer.config import SessionConfig
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -74,9 +74,8 @@ def enter_setup(process: Process) -> Wrapper:
             groups = Groups.now() if now is not None else None
             if now is not None:
                 make_communicators(_pipelines())
-            rebuild = reassemble if get_args().moevement_elastic else _take_up
             is_start = now is None or now.roster.generation == 0
-            if is_start or not rebuild(process, run, setup, groups=groups, first=first):
+            if is_start or not _take_up(process, run, setup, groups=groups, first=first):
                 _begin(process, run, setup, groups=groups, first=first)
             live = process.job.live
             return live.model, live.optimizer, live.scheduler
@@ -108,7 +107,6 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
     with live.undo.nested() as inner:
         sharing_parameter_keys(inner, binding.parameter_keys, ())
         names = job.names = agree_on_names()
-        process.lineage = names.start
         binding.job_name = names.name
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
         begin_placement(args, is_restart=names.is_restart)
@@ -116,16 +114,14 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
             live.model, live.optimizer, live.scheduler = setup()
         weights.recompute_weights(live.model, live.optimizer)
         if slots() is not None:
-            equalize_replicas(live, RankPosition.now())
+            equalize_replicas(binding.recut())
         live.iteration = args.iteration
         config = run.session
         loaded = None
         if config is not None:
-            resize = resize_of(args, binding, live)
             loaded = load_window(
-                binding, config, names, is_resumed=began.is_resumed, resize=resize,
-                asked_step=args.ckpt_step if args.load else None,
-            )  # fmt: skip
+                binding, config, names, is_resumed=began.is_resumed, asked_step=args.ckpt_step if args.load else None
+            )
         recorder.begin(live, args, run.run_dir, lock)
         record_placement(live.record, live.iteration)
         if names.is_restart:
@@ -134,6 +130,8 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
             connect(job)
             job.session = build_session(binding, config, names, loaded.prepared if loaded is not None else None)
     has_built(job, groups)
+    if config is not None and config.elastic.is_elastic:
+        process.resizing.formed(binding, names.number)
 
 
 def _report_restart(job: Job, source: str) -> None:
@@ -154,31 +152,48 @@ def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | No
         Unrecoverable: no rank has a state that the recovery needs. All ranks then meet again, and set the job up from a
             window on disk, from a dense checkpoint, or from the seed.
     """
-    from megatron.training import get_args
-
-    job, args = process.job, get_args()
-    config = run.session
+    job, config = process.job, run.session
     if config is None:  # a job without sparse checkpointing keeps no snapshots
         process.start_over()
         return False
-    binding = job.binding
-    binding.groups_now = groups
-    binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
-    binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
     try:
-        session = job.session if job.has_begun else None
-        job.rejoined = take_up(
-            binding, config, session=session, before=job.rejoined, joined=functools.partial(_joined, job)
-        )
+        if config.elastic.is_elastic:
+            _resize(process, config, MegatronRebuilder(process, run, setup, groups=groups, first=first))
+        else:
+            _rejoin(job, run, config, setup=setup, groups=groups, first=first)
     except NothingToResume as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
+        process.resizing.forget()
         process.start_over()
         return False
     except Unrecoverable:  # At the next meeting, this rank reports that it has no state.
         job.has_begun = False
         raise
     return True
+
+
+def _resize(process: Process, config: SessionConfig, rebuilder: MegatronRebuilder) -> None:
+    """Continue an elastic job on its present ranks, with a new model. Collective."""
+    # No variable here refers to the old session, because it would keep the session's host memory.
+    resized = resize(process.resizing, process.job.session if process.job.has_begun else None, config, rebuilder)
+    process.job.session, process.job.rejoined = resized.session, resized
+
+
+def _rejoin(
+    job: Job, run: RunConfig, config: SessionConfig, setup: Setup, groups: Groups | None, first: FirstProgress
+) -> None:
+    """Continue a job whose survivors keep their model. Collective."""
+    from megatron.training import get_args
+
+    binding = job.binding
+    binding.groups_now = groups
+    args = get_args()
+    binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
+    binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
+    session, before = job.session if job.has_begun else None, job.rejoined
+    assert not isinstance(before, Resized)
+    job.rejoined = take_up(binding, config, session=session, before=before, joined=functools.partial(_joined, job))
 
 
 def _joined(job: Job, session: Session, until: int) -> None:
@@ -227,11 +242,7 @@ def enter_loop(process: Process) -> Wrapper:
             job = process.job
             names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
             job.live.loop = TrainLoop(*(bound.arguments[name] for name in names))
-            if job.resized is not None:
-                resized = job.resized
-                take_up_resized(process, resized)
-                _back(job, train=bound, until=resized.iteration, outcome={}, is_between=resized.is_between)
-            elif job.rejoined is not None:
+            if job.rejoined is not None:
                 job.binding.on_back = functools.partial(_back, job, bound)
                 job.rejoined.resume()
                 job.rejoined = None
@@ -239,6 +250,7 @@ def enter_loop(process: Process) -> Wrapper:
             elif job.session is not None:
                 job.session.begin_training()
             job.has_begun = True
+            process.resizing.forget()
             if (now := generation()) is not None:
                 job.resumed_in = now.roster.generation
                 validate_first_iteration()
@@ -251,6 +263,8 @@ def enter_loop(process: Process) -> Wrapper:
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
     """Finish a recovery to iteration ``until``: write missing metrics, and do what was due after this iteration."""
+    if job.loads is not None:
+        job.loads.forget_replayed()
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)

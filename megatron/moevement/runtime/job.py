@@ -8,22 +8,19 @@ functions, because Megatron passes no such object to them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
-from megatron.moevement.elastic.formation import Formation, FormationSnapshots
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.pieces import RankPosition
-from megatron.moevement.elastic.resized import Resized
-from megatron.moevement.elastic.survivor_state import SurvivorState
 from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from moevement_core.run.events import Event
 from moevement_core.saving.identity import JobNames
+from moevement_core.session.kept_state import Resizing
 from moevement_core.session.rejoin import Rejoined
+from moevement_core.session.resize import Resized
 from moevement_core.session.session import Session
 
 
@@ -37,19 +34,13 @@ class Job:
     names: JobNames = field(default_factory=JobNames)
     session: Session | None = None
     """Fault tolerance of this rank; None without sparse checkpointing."""
-    rejoined: Rejoined | None = None
+    rejoined: Rejoined | Resized | None = None
     """Agreement of all ranks on how to restore the state after a failure; None once training continues."""
     has_begun: bool = False
     """True if training has begun, so that this rank has state to keep through a failure."""
     resumed_in: int = -1
     """Newest generation in which this rank began or continued training; -1 before the first."""
 
-    resized: Resized | None = None
-    """State with which this rank continues after an elastic job changed its size; None once training continues."""
-    stand: RankPosition | None = None
-    """Parallel position of this rank when its model was built."""
-    formation: Formation | None = None
-    """Parallel positions of all ranks of the job."""
     loads: RoutedLoads | None = None
     """Counter of the tokens that experts received; None without expert slots."""
 
@@ -84,18 +75,8 @@ class Process:
 
     def __init__(self) -> None:
         self.job = Job()
-        self.lineage = ""
-        """Name of the job's start (:attr:`JobNames.start`) since which the state of this process has been trained.
-
-        Ranks of an elastic job compare these names, because a process may still have the state of an earlier start.
-        """
-        self.survivor: SurvivorState | None = None
-        """State that this rank keeps while an elastic job changes its ranks; None at all other times."""
-        self.before: Sequence[FormationSnapshots] = ()
-        """Snapshots that this process has from before the last change of the elastic job's ranks.
-
-        They are kept until the ranks have persisted a window since the change.
-        """
+        self.resizing = Resizing()
+        """State that the process keeps while an elastic job changes its ranks."""
         self.rejected_at = 0
         """Newest iteration in which this process rejected a result, with ``--rerun-mode disabled``."""
         self.transient_failures = 0

@@ -34,8 +34,6 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
                 bound.arguments["forward_step_func"]
             )
             committed = live.iteration = live.iteration if iteration is None else int(iteration)
-            if process.before and job.session.saving.has_persisted:
-                process.before = ()
             job.session.begin_iteration(committed)
             if job.loads is not None:
                 job.loads.regroup_if_uneven(committed)

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.moevement.elastic.formation import Formation
-from megatron.moevement.elastic.meeting import OfferedState, _Standing
-from megatron.moevement.elastic.rebuild import _Kind
 from megatron.moevement.restart.origin import Origin
 from megatron.moevement.runtime.ledger import _Known
 from moevement_core.comms.codec import Plain, decode, encode, pack_schedule, unpack_schedule
 from moevement_core.comms.connections import Address
+from moevement_core.elastic.layout import Formation, RankLayout
 from moevement_core.elastic.ranges import Range
 from moevement_core.engine import progress as engine_progress
 from moevement_core.engine.lifetime import RunSpan
@@ -24,6 +22,7 @@ from moevement_core.operators import Operator, OperatorKind, OperatorTable, Stat
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.window import Window, WindowKind
 from moevement_core.rebuild import survivors
+from moevement_core.rebuild.recut import _Kind
 from moevement_core.recovery.agree import RankStatus
 from moevement_core.recovery.holdings import Fetch, Holding, Source, Sum, Term
 from moevement_core.recovery.plan import Report
@@ -33,6 +32,7 @@ from moevement_core.saving.identity import JobNames
 from moevement_core.saving.stage_policy import Policy, SentPolicy, _Summary
 from moevement_core.session import failure_report
 from moevement_core.session.rank_report import RankReport, _packed, _Sent, _unpacked
+from moevement_core.session.resize import Offer
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.storage.manifest import Manifest
 from moevement_core.strategies.dense import DenseSchedule
@@ -113,6 +113,13 @@ def test_a_report_with_the_data_for_replacements() -> None:
     assert build_data == [("key", 1.0)]
 
 
+def test_the_layouts_of_ranks_and_what_they_offer() -> None:
+    layout = RankLayout(3, 4, stage=1, shard=(0, 1, 0))
+    offer = decode(encode(Offer(layout, Plain({"experts": {1: (0, 2)}}))), Offer)
+    assert (offer.layout, offer.data.value) == (layout, {"experts": {1: (0, 2)}})
+    assert list(decode(encode({layout: Plain(1)}), dict[RankLayout, Plain])) == [layout]
+
+
 def test_a_policy() -> None:
     received = decode(encode(SentPolicy.of(policy((np.ones(2), None)))), SentPolicy).policy()
     assert [schedule.id for schedule in received.schedules] == [schedule.id for schedule in schedules()]
@@ -122,7 +129,7 @@ def test_a_policy() -> None:
 
 KINDS = (
     survivors._Compared, totals.Totals, engine_progress.Progress, Needs, Manifest, Recovery, LostTokens, JobNames,
-    Address, _Rank, _Sent, RankStatus, _Summary, SentPolicy, Report, _Known, _Standing, OfferedState, _Kind, Formation,
+    Address, _Rank, _Sent, RankStatus, _Summary, SentPolicy, Report, _Known, Offer, _Kind, Formation,
     Origin, failure_report._Told,
 )  # fmt: skip
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.moevement.elastic.grid import can_train, grid_of
-from megatron.moevement.elastic.pieces import RankPosition
+from megatron.moevement.elastic.recut import Shard, layout_from_flags
+from moevement_core.elastic.layout import RankLayout
 from moevement_core.rendezvous.resizing import Grid
 
 
@@ -82,5 +83,6 @@ def test_where_a_rank_of_a_window_on_disk_stood() -> None:
         "world_size": 8, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2,
     }  # fmt: skip
-    assert RankPosition.of(settings, 7) == RankPosition(7, 8, stage=1, tensor=1, expert=1, expert_tensor=1)
-    assert RankPosition.of(settings, 2) == RankPosition(2, 8, stage=0, tensor=0, expert=1, expert_tensor=0)
+    shards = {7: Shard(tensor=1, expert=1, expert_tensor=1), 2: Shard(tensor=0, expert=1, expert_tensor=0)}
+    for rank, shard in shards.items():
+        assert layout_from_flags(settings, rank) == RankLayout(rank, 8, stage=rank // 4, shard=tuple(shard))

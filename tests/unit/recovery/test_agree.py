@@ -70,8 +70,25 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_failure(name: str) -> None:
     statuses, expected = CASES[name]
+    statuses = [*statuses[:-1], replace(statuses[-1], is_last=statuses[-1].was_training)]
     lost = frozenset(rank for rank, status in enumerate(statuses) if status.committed is None)
     assert decide(statuses) == replace(expected, lost_ranks=lost)
+
+
+def test_a_job_that_lost_its_last_rank_for_good_goes_by_the_rank_that_was_last() -> None:
+    """Check that the evaluation of an elastic job is done only if the rank that prints its results still lives."""
+    others = [_at(7, 0), _at(7, 0)]
+    assert decide(others).is_between
+    assert not decide([others[0], replace(others[1], is_last=True), _new(0)]).is_between
+
+
+def test_copies_of_state_cannot_follow_and_old_starts_do_not_count() -> None:
+    """Check the states that a process of an elastic job may have from a time when it was not yet a spare."""
+    new = replace(_at(8, 1, begun=False), start=1, began_at=None)
+    copy = replace(_at(7, 0), start=1, may_follow=False)
+    point = decide([copy, new, replace(_at(9, 0), start=0)])
+    assert (point.iteration, point.followers, point.lost_ranks) == (8, frozenset(), {0, 2})
+    assert decide([replace(_at(8, 0), began_at=None)]).iteration == 8
 
 
 @pytest.mark.parametrize(

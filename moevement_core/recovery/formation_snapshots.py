@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.moevement.elastic.pieces import RankPosition
+from moevement_core.elastic.layout import Formation
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
-
-
-@dataclass(frozen=True)
-class Formation:
-    """Formation of a job: the number of a generation, and the parallel positions that ranks have in this generation."""
-
-    generation: int
-    """Number of the generation; -1 if the snapshots are from disk.
-
-    The number distinguishes formations of equal size, because a job may return to an earlier size with newer state.
-    """
-    stands: tuple[RankPosition, ...]
-    """Positions of all ranks of the formation, in rank order."""
 
 
 @dataclass(frozen=True, eq=False)
