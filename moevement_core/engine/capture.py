@@ -173,9 +173,9 @@ class Capturer:
             return False
         if logged is not None:
             self._logged, self.last_logged = None, logged.copies
-        on_disk = schedule.on_disk_of_slot(slot)
+        on_disk = schedule.parts_of_slot(slot).on_disk
         # Peers that keep parity receive whole snapshots, because parity is a sum of whole snapshots.
-        at_peers = None if self.memory.is_summed else schedule.at_peers_of_slot(slot)
+        at_peers = None if self.memory.is_summed else schedule.parts_of_slot(slot).at_peers
         held = self._own.begin(iteration, buffer, layout.contents, at_peers)
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in placed]
         places = schedule.table.index_of

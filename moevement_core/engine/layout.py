@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_core.policy.holding import Kept
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, slots_with_snapshot, superseded_in
 from moevement_core.snapshot.arena import PAGE, in_pages
 from moevement_core.snapshot.snapshot import StateTensor, aligned_bytes, as_bytes, offsets
 
@@ -102,17 +102,17 @@ def kept_bytes(
         that remain after the snapshots of the next k slots, once the operators that these supersede are freed. There
         is a column for each slot, or only column 0 if snapshots of ``schedule`` supersede nothing.
     """
-    slots = schedule.slots()
+    slots = slots_with_snapshot(schedule)
     steps = schedule.size if schedule.supersedes else 1
     kept = np.empty((len(slots), steps), dtype=np.int64)
     for row, slot in enumerate(slots):
-        part = schedule.at_peers_of_slot(slot) if at_peers else None
+        part = schedule.parts_of_slot(slot).at_peers if at_peers else None
         contents = schedule.contents_of_slot(slot) if part is None else part
         assert contents is not None
         starts, ends = _places(schedule, contents, states)
         whole = in_pages(int(ends[-1]) + record_bytes)
         for step in range(steps):
-            freed = schedule.superseded(slot, step) if step else np.zeros(len(contents), dtype=bool)
+            freed = superseded_in(schedule, slot, step) if step else np.zeros(len(contents), dtype=bool)
             kept[row, step] = whole - _pages_within(starts, ends, freed)
     return kept
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from moevement_core.engine.layout import OperatorState, kept_bytes
 from moevement_core.policy.holding import Kept, most_held
-from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS, Schedule
+from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS, Schedule, slots_with_snapshot
 from moevement_core.snapshot.blocks import BLOCK
 
 IN_FLIGHT = 3
@@ -65,7 +65,7 @@ class SnapshotMemory:
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
         """Return the bytes on a peer of each snapshot of a window, and the number of snapshots that a peer keeps."""
         whole = self._kept(schedule, at_peers=True)[:, 0]
-        return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
+        return tuple(whole.tolist()), schedule.retention(LATE_AT_PEERS, to_disk=self._to_disk).slots_at_first
 
     def here_after_gap(self, schedule: Schedule) -> int:
         """Return the bytes of own snapshots (the persisted run and a new run) after a snapshot was left out."""
@@ -86,7 +86,7 @@ class SnapshotMemory:
         total = 0
         for schedule, slot in snapshots:
             if schedule.id not in rows:
-                rows[schedule.id] = {taken: row for row, taken in enumerate(schedule.slots())}
+                rows[schedule.id] = {taken: row for row, taken in enumerate(slots_with_snapshot(schedule))}
             total += int(self._kept(schedule)[rows[schedule.id][slot], 0])
         return total
 
@@ -114,10 +114,12 @@ class SnapshotMemory:
         return nbytes if self.keeps_own_copies else min(nbytes, self.in_flight(schedules))
 
     def _needed(self, schedule: Schedule, lag: int, *, at_peers: bool = False) -> int:
-        return self._most_held(schedule, schedule.slots_at_first(lag, to_disk=self._to_disk), at_peers=at_peers)
+        return self._most_held(
+            schedule, schedule.retention(lag, to_disk=self._to_disk).slots_at_first, at_peers=at_peers
+        )
 
     def _after_gap(self, schedule: Schedule, lag: int, *, at_peers: bool = False) -> int:
-        return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk), at_peers=at_peers)
+        return self._most_held(schedule, schedule.retention(lag, to_disk=self._to_disk).slots, at_peers=at_peers)
 
     def _of_changes(self, schedules: Sequence[Schedule], lag: int, *, at_peers: bool = False) -> int:
         """Return the peak bytes of snapshots if each schedule has a persisted window before the next one begins."""

@@ -307,7 +307,7 @@ class CheckpointPlan:
     @property
     def expected_rollback(self) -> float:
         """Mean iterations of work that a failure costs. The interrupted iteration counts as half."""
-        return self.binding_stage.schedule.expected_rollback(self.lag)
+        return self.binding_stage.schedule.rollback(self.lag).mean
 
     @property
     def average_replayed(self) -> float:
@@ -317,7 +317,7 @@ class CheckpointPlan:
     @property
     def most_replayed(self) -> int:
         """Largest number of committed iterations that a recovery replays."""
-        return self.binding_stage.schedule.most_replayed(self.lag)
+        return self.binding_stage.schedule.rollback(self.lag).most
 
     def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
         """Return the bytes of host memory for the snapshots that one rank keeps, as a mean over the ranks of its stage.
@@ -362,14 +362,16 @@ class CheckpointPlan:
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
 
     def _slots(self, stage: StagePlan, lag: int | None) -> int:
-        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.inputs.to_disk)
+        return stage.schedule.retention(
+            self._lag_allowed if lag is None else lag, to_disk=self.inputs.to_disk
+        ).slots_at_first
 
     def log_memory(self, stage: StagePlan) -> int:
         """Return the bytes of host memory for a rank's boundary log.
 
         The log holds all iterations since the oldest snapshot from which a recovery may begin.
         """
-        reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.inputs.to_disk)
+        reach = stage.schedule.retention(self._lag_allowed, to_disk=self.inputs.to_disk).logged_at_first
         return reach * stage.log_bytes
 
     @property
@@ -468,9 +470,10 @@ class CheckpointPlan:
         lag = math.ceil(copy_s / self._iteration_s) + sent_late
         schedule = DenseSchedule(stage.table, interval)
         own, kept = (
-            schedule.slots_at_first(late, to_disk=self.inputs.to_disk) for late in (max(sent_late, LAG_ALLOWANCE), 0)
+            schedule.retention(late, to_disk=self.inputs.to_disk).slots_at_first
+            for late in (max(sent_late, LAG_ALLOWANCE), 0)
         )
-        logged = schedule.iterations_logged_at_first(max(sent_late, LAG_ALLOWANCE), to_disk=self.inputs.to_disk)
+        logged = schedule.retention(max(sent_late, LAG_ALLOWANCE), to_disk=self.inputs.to_disk).logged_at_first
         host_memory = (
             own * stage.full_bytes,
             self.inputs.replicas * kept * stage.full_bytes,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, slots_with_snapshot
 
 Kept = npt.NDArray[np.int64]
 """Bytes of each snapshot of a window, int64 ``[snapshots, steps]``. Column ``step`` has the bytes that are left after a
@@ -41,7 +41,7 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
     The bytes are those of operators only, without boundary records, and are not rounded up to whole pages.
     """
-    slots, table = schedule.slots(), schedule.table
+    slots, table = slots_with_snapshot(schedule), schedule.table
     compute, full, gradient = table.compute[rank], table.full[rank], table.gradient[rank]
     steps = schedule.size if schedule.supersedes else 1
     kept = np.zeros((len(slots), steps), dtype=np.int64)
@@ -63,7 +63,7 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
     """Return, by slot, after how many more slots each operator's full state is saved next, int64 ``[operators]``.
 
     This number of slots is at most the length of a window. The function goes over the slots once, which is faster than
-    calls of :meth:`Schedule.superseded`.
+    calls of :func:`~moevement_core.policy.schedule.superseded_in`.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,44 @@ LAG_ALLOWANCE = 2
 LATE_AT_PEERS = 1
 """Number of iterations by which peers may free a snapshot late. Peers allocate memory for this delay. Its cause is a
 quiet iteration, in which sends pause: ranks then agree later than usual on the snapshots that may be freed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Parts of a snapshot; None stands for the whole snapshot."""
+
+    on_disk: Contents | None = None
+    """Part that is written to disk."""
+    at_peers: Contents | None = None
+    """Part that peers receive."""
+
+
+class Retention(NamedTuple):
+    """Numbers of snapshots and iterations for which a rank may have to allocate host memory."""
+
+    slots: int
+    """Largest number of its own snapshots that a rank keeps."""
+    slots_at_first: int
+    """Number of its own snapshots that a rank keeps as long as nothing fails.
+
+    A rank allocates memory for more snapshots only when it needs them.
+    """
+    logged: int
+    """Largest number of iterations for which boundary logs and boundary records are kept.
+
+    Logs and records reach back to the oldest kept snapshot, because no recovery begins before that snapshot.
+    """
+    logged_at_first: int
+    """Number of iterations for which boundary logs and records are kept as long as nothing fails."""
+
+
+class Rollback(NamedTuple):
+    """Iterations that a failure costs."""
+
+    mean: float
+    """Mean for a failure at a random moment, with half an iteration for the interrupted one."""
+    most: int
+    """Largest number of committed iterations that a recovery replays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,33 +132,18 @@ class Schedule(ABC):
         """Return the content of the snapshots of ``slot`` for each operator; None if the slot has no snapshot."""
 
     supersedes: ClassVar[bool] = False
-    """True if ranks may free parts of a snapshot before the rest; see :meth:`superseded`."""
+    """True if ranks may free parts of a snapshot before the rest; see :func:`superseded_in`."""
+    restores_last: ClassVar[bool] = False
+    """True if a recovery restores the state of a run's last snapshot, and so executes only later iterations again."""
 
-    def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
-        """Return the operators whose gradients in a snapshot are useless once later snapshots are persisted.
+    def parts_of_slot(self, slot: int) -> Parts:
+        """Return the parts of a snapshot of ``slot`` that are written to disk and sent to peers."""
+        return Parts()
 
-        No recovery needs an operator's gradients if a later persisted snapshot has the operator's full state.
-
-        Args:
-            slot: slot of the snapshot with the gradients.
-            later: number of snapshots after it that are persisted.
-
-        Returns:
-            Mask of these operators, bool ``[operators]``.
-        """
-        contents = self.contents_of_slot(slot)
-        assert contents is not None
-        saved = [self.contents_of_slot((slot + step) % self.size) for step in range(1, later + 1)]
-        newer = [contents == Saved.FULL for contents in saved if contents is not None]
-        return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
-
-    def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of a snapshot of ``slot`` that is written to disk; None if the whole snapshot is written."""
-        return None
-
-    def at_peers_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of a snapshot of ``slot`` that peers receive; None if they receive the whole snapshot."""
-        return None
+    @property
+    def decision_interval(self) -> int:
+        """Iterations from one decision on what later snapshots hold to the next; a new schedule may begin at each."""
+        return self.size
 
     @property
     def durable_slots(self) -> int:
@@ -139,55 +162,22 @@ class Schedule(ABC):
         """Return True if a recoverable run may begin with ``SS_iteration`` when earlier snapshots are missing."""
 
     @abstractmethod
-    def slots_kept(self, lag: int, *, to_disk: bool) -> int:
-        """Return the largest number of its own snapshots that a rank keeps.
+    def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
+        """Return for how many iterations a rank keeps snapshots and logs.
 
         Args:
             lag: iterations by which copies at peers may lag.
             to_disk: True if a rank also keeps a recoverable run that is being written to disk.
         """
 
-    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of its own snapshots that a rank keeps as long as nothing fails.
-
-        A rank allocates memory for more snapshots only when it needs them.
-        """
-        return self.slots_kept(lag, to_disk=to_disk)
-
     @abstractmethod
-    def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
-        """Return the largest number of iterations for which boundary logs and boundary records are kept.
-
-        Logs and records reach back to the oldest kept snapshot, because no recovery begins before that snapshot.
-        """
-
-    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations for which boundary logs and records are kept as long as nothing fails."""
-        return self.iterations_logged(lag, to_disk=to_disk)
-
-    def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the iteration after which a recovery begins to execute iterations again.
-
-        Args:
-            run: first and last snapshot of the recoverable run that the recovery loads.
-        """
-        return run[0]
-
-    @abstractmethod
-    def most_replayed(self, lag: int) -> int:
-        """Return the largest number of committed iterations that a recovery replays.
+    def rollback(self, lag: float) -> Rollback:
+        """Return how many iterations a failure costs.
 
         Args:
             lag: L, iterations by which replication trails capture. When ``state@T`` is the last committed state,
                 ``SS_(T-1)`` is captured and ``SS_T`` is still being copied to the host. The newest snapshot that peers
                 are sure to have is then ``SS_(T-1-L)``.
-        """
-
-    @abstractmethod
-    def expected_rollback(self, lag: float) -> float:
-        """Return the mean number of iterations that a failure at a random moment costs.
-
-        The mean includes half an iteration for the interrupted one.
         """
 
     @abstractmethod
@@ -223,21 +213,44 @@ class Schedule(ABC):
         """Return the first iteration of the window that ``SS_iteration`` belongs to."""
         return iteration - self.slot(iteration)
 
-    def decided_at(self, iteration: int) -> int:
-        """Return the iteration, up to ``iteration``, of the last decision on what later snapshots hold."""
-        return self.window_start(iteration)
-
-    def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration from ``iteration`` on whose snapshot begins a window."""
-        return max(self.start, iteration + (self.start - iteration) % self.size)
-
     def contents(self, iteration: int) -> Contents | None:
         """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
         return self.contents_of_slot(self.slot(iteration))
 
-    def slots(self) -> list[int]:
-        """Return the slots of a window in which a snapshot is captured."""
-        return [slot for slot in range(self.size) if self.contents_of_slot(slot) is not None]
+
+def slots_with_snapshot(schedule: Schedule) -> list[int]:
+    """Return the slots of a window in which a snapshot is captured."""
+    return [slot for slot in range(schedule.size) if schedule.contents_of_slot(slot) is not None]
+
+
+def superseded_in(schedule: Schedule, slot: int, later: int) -> npt.NDArray[np.bool_]:
+    """Return the operators whose gradients in a snapshot are useless once later snapshots are persisted.
+
+    No recovery needs an operator's gradients if a later persisted snapshot has the operator's full state.
+
+    Args:
+        schedule: schedule of the snapshots.
+        slot: slot of the snapshot with the gradients.
+        later: number of snapshots after it that are persisted.
+
+    Returns:
+        Mask of these operators, bool ``[operators]``.
+    """
+    contents = schedule.contents_of_slot(slot)
+    assert contents is not None
+    saved = [schedule.contents_of_slot((slot + step) % schedule.size) for step in range(1, later + 1)]
+    newer = [contents == Saved.FULL for contents in saved if contents is not None]
+    return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
+
+
+def decided_at(schedule: Schedule, iteration: int) -> int:
+    """Return the iteration, up to ``iteration``, of the last decision on what later snapshots hold."""
+    return iteration - (iteration - schedule.start) % schedule.decision_interval
+
+
+def next_boundary(schedule: Schedule, iteration: int) -> int:
+    """Return the first iteration from ``iteration`` on at which a new schedule may begin."""
+    return max(schedule.start, iteration + (schedule.start - iteration) % schedule.decision_interval)
 
 
 def is_other_window(new: Schedule, old: Schedule) -> bool:
@@ -304,7 +317,7 @@ class ScheduleHistory:
         while len(self._schedules) > 1 and self.newest.start > now:
             self._schedules.pop()
         old = self.newest
-        new = to.starting_at(old.next_boundary(now + 1))
+        new = to.starting_at(next_boundary(old, now + 1))
         if new.start == old.start:  # the old one never came into force
             self._schedules.pop()
         self._schedules.append(new)

@@ -14,7 +14,7 @@ from moevement_core.engine.config import Verify
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.meter import OverheadMeter
-from moevement_core.policy.schedule import ScheduleHistory, is_other_window
+from moevement_core.policy.schedule import ScheduleHistory, decided_at, is_other_window
 from moevement_core.replication.allowance import Allowance
 from moevement_core.restart.generation import generation
 from moevement_core.run.events import Planned
@@ -150,7 +150,7 @@ class Saving:
         """Decide the order of operators and the window, if a window begins. Called before every iteration."""
         began_s = time.perf_counter()
         # The job may leave out iterations (--iterations-to-skip), even the first iteration of a window.
-        window_start = self.checkpointer.history.at(committed).decided_at(committed)
+        window_start = decided_at(self.checkpointer.history.at(committed), committed)
         if window_start > self._settled.window_start:
             before = self.checkpointer.history.newest
             self.windows.decide(committed, self.checkpointer, self.peers.senders)
@@ -184,7 +184,7 @@ class Saving:
                 iteration=max(schedule.start, self.began_at), window=schedule.size, strategy=self._config.strategy.name,
                 copied_bytes=copied, replicated_bytes=sent * len(self.topology.peers[self.topology.rank]),
                 memory_bytes=self.windows.planned_bytes, memory_limit_bytes=limit if math.isfinite(limit) else None,
-                expected_rollback=schedule.expected_rollback(0), most_replayed=schedule.most_replayed(0),
+                expected_rollback=schedule.rollback(0).mean, most_replayed=schedule.rollback(0).most,
                 snapshots=schedule.snapshots,
             )
         )  # fmt: skip
@@ -269,7 +269,8 @@ class Saving:
         planned = committed + 2 - reach
         if (run := self.checkpointer.needed) is None:
             return planned
-        return max(planned, self.checkpointer.history.at(run.first).replayed_after(run))
+        first, last = run
+        return max(planned, last if self.checkpointer.history.at(first).restores_last else first)
 
     def _digests_whole(self, iteration: int) -> Collection[str]:
         """Return the operators whose whole state has a digest in ``SS_iteration``."""

@@ -280,11 +280,11 @@ class WindowDecisions:
 
     def iterations_logged(self, schedule: Schedule) -> int:
         """Return the largest number of past iterations whose logs and records are kept."""
-        return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
+        return schedule.retention(LAG_ALLOWANCE, to_disk=self._to_disk).logged
 
     def log_bytes(self, schedule: Schedule) -> int:
         """Return the bytes of host memory that this rank's boundary log uses while no rank fails."""
-        reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
+        reach = schedule.retention(LAG_ALLOWANCE, to_disk=self._to_disk).logged_at_first
         return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
 
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
@@ -504,7 +504,7 @@ class WindowDecisions:
                 iteration_s, d2h_bytes_per_s=d2h, replication_bytes_per_s=network * NETWORK_HEADROOM,
                 replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_rate(),
                 delay_s=delay_s, logged_bytes=self._sent_bytes, cost=cost,
-                shortened=2 * max(0.0, now.expected_rollback(0) - SHORTEST_ROLLBACK),
+                shortened=2 * max(0.0, now.rollback(0).mean - SHORTEST_ROLLBACK),
                 failures_every=self._failures_every(boundary),
             )  # fmt: skip
             if cost is not None:

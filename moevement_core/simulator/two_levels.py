@@ -112,5 +112,5 @@ def _saved(schedule: PartialSchedule, number: int) -> npt.NDArray[np.bool_]:
 
 
 def _written(schedule: PartialSchedule, number: int) -> npt.NDArray[np.bool_]:
-    contents = schedule.on_disk_of_slot(schedule.slot(number))
+    contents = schedule.parts_of_slot(schedule.slot(number)).on_disk
     return _saved(schedule, number) if contents is None else contents == Saved.FULL

@@ -6,6 +6,7 @@ Dense strategies are the simplest ones. The engine uses them through the same in
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies.config import StrategyConfig
@@ -63,30 +64,26 @@ class DenseSchedule(Schedule):
         """Return True if ``SS_iteration`` is captured; every captured snapshot is a recoverable run by itself."""
         return self.slot(iteration) == 0
 
-    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of its own snapshots that a rank keeps.
+    def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
+        """Return for how many iterations a rank keeps snapshots and logs.
 
-        These are the newest snapshot that the rank knows as persisted, all later ones, and with ``to_disk`` one more
-        that is being written to disk. Without lag, all ranks know a snapshot as persisted two iterations after its
-        capture: it is reported in the first of these iterations, and known to all ranks in the second.
-        """
-        return 1 + -(-(2 + lag) // self.interval) + to_disk
+        A rank keeps the newest snapshot that it knows as persisted, all later ones, and with ``to_disk`` one more that
+        is being written to disk. Without lag, all ranks know a snapshot as persisted two iterations after its capture:
+        it is reported in the first of these iterations, and known to all ranks in the second.
 
-    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most iterations that boundary logs hold.
-
-        These are the current iteration, all iterations since the oldest kept snapshot, and one interval more, because
+        Logs hold the current iteration, all iterations since the oldest kept snapshot, and one interval more, because
         a rank may have left out a snapshot.
         """
-        return (self.slots_kept(lag, to_disk=to_disk) + 1) * self.interval + lag + 1
+        slots = 1 + -(-(2 + lag) // self.interval) + to_disk
+        logged = (slots + 1) * self.interval + lag + 1
+        return Retention(slots, slots, logged, logged)
 
-    def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays after the newest snapshot that peers have."""
-        return lag + self.interval
+    def rollback(self, lag: float) -> Rollback:
+        """Return how many iterations a failure costs: the lag, half an interval, and one iteration for the copy.
 
-    def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback in iterations: the lag, half an interval, and one iteration for the copy."""
-        return lag + self.interval / 2 + 1
+        At most, a recovery replays all iterations after the newest snapshot that peers have.
+        """
+        return Rollback(lag + self.interval / 2 + 1, math.ceil(lag) + self.interval)
 
     def with_windows_of(self, other: Schedule) -> DenseSchedule:
         """Return this schedule with the start and interval of ``other``."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Scores
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.capabilities import ChoosesRecovery, CountsTokens
 from moevement_core.strategies.config import Recovery, StrategyConfig
@@ -59,6 +59,7 @@ class RedoSchedule(SparseSchedule):
     """Schedule with full state of a slice of the operators in every iteration, and gradients of all others."""
 
     supersedes = True
+    restores_last = True
 
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0, rest: int = 0) -> RedoSchedule:
@@ -95,44 +96,31 @@ class RedoSchedule(SparseSchedule):
         full = self.slot_of_operator == slot
         return np.where(full, np.int8(Saved.FULL), np.int8(Saved.GRADIENT))
 
-    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most iterations that boundary logs hold.
+    def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
+        """Return for how many iterations a rank keeps snapshots and logs.
 
         A recovery repeats all iterations after the end of the persisted run. If a rank has left out a snapshot, this
         run may have ended a window ago, or two windows ago if some iterations have no snapshot.
+
+        While nothing fails, snapshots after that run are still being copied or reported, or have not reached all peers.
+        If some iterations have no snapshot (:attr:`rest`), the persisted run may have ended a window ago, and the
+        copies of the newest window may take until the end of the next window to arrive.
         """
-        return (2 if self.rest else 1) * self.size + 3 + 2 * lag
+        logged = (2 if self.rest else 1) * self.size + 3 + 2 * lag
+        logged_at_first = 3 + lag + (2 * self.size if self.rest else 0)
+        return super().retention(lag, to_disk=to_disk)._replace(logged=logged, logged_at_first=logged_at_first)
 
-    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations that boundary logs hold while nothing fails.
+    def rollback(self, lag: float) -> Rollback:
+        """Return how many iterations a failure costs.
 
-        A recovery repeats all iterations after the end of the persisted run. Snapshots after that run are still being
-        copied or reported, or have not reached all peers. If some iterations have no snapshot (:attr:`rest`), the
-        persisted run may have ended a window ago, and the copies of the newest window may take until the end of the
-        next window to arrive.
-        """
-        return 3 + lag + (2 * self.size if self.rest else 0)
-
-    def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the iteration of the run's last snapshot; later iterations are executed again."""
-        return run[1]
-
-    def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays.
+        The mean consists of the iterations whose snapshots peers do not have yet, half of the iterations without a
+        snapshot between two windows (the rest), and half of the interrupted iteration.
 
         Let T be the last committed iteration and L the lag. The newest snapshot that all peers have may be
         ``SS_(T-1-L)``. Then the recovery replays L + 1 iterations. If some iterations have no snapshot, it replays up
         to :attr:`size` iterations more.
         """
-        return lag + 1 + (self.size if self.rest else 0)
-
-    def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback in iterations.
-
-        It consists of the iterations whose snapshots peers do not have yet, half of the iterations without a snapshot
-        between two windows (the rest), and half of the interrupted iteration.
-        """
-        return lag + 1.5 + 0.5 * self.rest
+        return Rollback(lag + 1.5 + 0.5 * self.rest, math.ceil(lag) + 1 + (self.size if self.rest else 0))
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
         """Return the operators of the next slot.

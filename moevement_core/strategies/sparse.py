@@ -8,6 +8,7 @@ other operators in rolling windows.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_core.policy.popularity import Order
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, impose_window
 
 
@@ -111,54 +112,38 @@ class SparseSchedule(Schedule):
         """
         return self.begins_anywhere or self.slot(iteration) == 0
 
-    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the largest number of its own snapshots that a rank keeps.
+    def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
+        """Return for how many iterations a rank keeps snapshots and logs.
 
-        These are two recoverable runs, one snapshot that is being copied, and ``lag`` snapshots that peers do not have
-        yet. The first run is persisted, and the second is being captured. With ``to_disk`` a third run is being written
-        to disk. Rolling windows need a second run only after a reorder, or if a snapshot is missing. Then W new
-        snapshots form a run, and the rank keeps the persisted run until they are complete.
-        """
-        return (3 if to_disk else 2) * self.window.size + 1 + lag
-
-    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of snapshots that a rank keeps while nothing fails.
-
-        If windows are rolling and every iteration has a snapshot, a rank keeps the persisted run and the snapshots
-        captured since then: one that is being captured (or waits for its gradients), one that is being reported to all
-        ranks, and ``lag`` more. With ``to_disk`` it also keeps a run until that run is written. In all other cases, a
-        rank keeps as many snapshots as :meth:`slots_kept` returns.
-        """
-        if not self.begins_anywhere:
-            return self.slots_kept(lag, to_disk=to_disk)
-        return (2 if to_disk else 1) * self.size + 2 + lag
-
-    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most iterations that boundary logs hold.
+        A rank keeps at most two recoverable runs, one snapshot that is being copied, and ``lag`` snapshots that peers
+        do not have yet. The first run is persisted, and the second is being captured. With ``to_disk`` a third run is
+        being written to disk. Rolling windows need a second run only after a reorder, or if a snapshot is missing. Then
+        W new snapshots form a run, and the rank keeps the persisted run until they are complete.
 
         Logs reach back one window further than the oldest kept snapshot, because ranks may abandon a window. The next
         persisted window then comes one window later than usual.
+
+        While nothing fails, and if windows are rolling and every iteration has a snapshot, a rank keeps only the
+        persisted run and the snapshots captured since then: one that is being captured (or waits for its gradients),
+        one that is being reported to all ranks, and ``lag`` more. With ``to_disk`` it also keeps a run until that run
+        is written. Logs hold all iterations since the oldest kept snapshot.
         """
-        return (4 if to_disk else 3) * self.size + 2 + lag
+        slots = (3 if to_disk else 2) * self.window.size + 1 + lag
+        logged = (4 if to_disk else 3) * self.size + 2 + lag
+        if not self.begins_anywhere:
+            return Retention(slots, slots, logged, (3 if to_disk else 2) * self.size + 1 + lag)
+        at_first = (2 if to_disk else 1) * self.size + 2 + lag
+        return Retention(slots, at_first, logged, at_first)
 
-    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations that boundary logs hold while nothing fails.
+    def rollback(self, lag: float) -> Rollback:
+        """Return how many iterations a failure costs.
 
-        These are all iterations since the oldest kept snapshot.
+        The mean is the paper's 3/2 W (section 3.6) if windows are aligned, every iteration has a snapshot and lag is 0.
+        At most, a recovery replays all iterations after the first snapshot of the newest persisted run.
         """
-        windows = (2 if to_disk else 1) if self.begins_anywhere else (3 if to_disk else 2)
-        return windows * self.size + (2 if self.begins_anywhere else 1) + lag
-
-    def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays after the first snapshot of the newest persisted run."""
-        return lag + (self.size if self.begins_anywhere else self.size + self.window.size - 1)
-
-    def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback in iterations.
-
-        It is the paper's 3/2 W (section 3.6) if windows are aligned, every iteration has a snapshot and lag is 0.
-        """
-        return lag + self.window.size + (0.5 if self.begins_anywhere else 0.5 * self.size)
+        is_rolling = self.begins_anywhere
+        mean = lag + self.window.size + (0.5 if is_rolling else 0.5 * self.size)
+        return Rollback(mean, math.ceil(lag) + (self.size if is_rolling else self.size + self.window.size - 1))
 
     def with_windows_of(self, other: Schedule) -> SparseSchedule:
         """Return the schedule ``other`` of another stage, but for the operators of this stage and in their order."""

@@ -220,10 +220,10 @@ class Checks:
         """Check that a process keeps no more snapshots than their lifetime allows, and that its arena lost no page."""
         checkpointer = process.training._session.saving.checkpointer
         schedules = checkpointer.history.all
-        most = max(schedule.slots_kept(2, to_disk=False) for schedule in schedules)
+        most = max(schedule.retention(2, to_disk=False).slots for schedule in schedules)
         if len(schedules) == 1 and (count := sum(bool(buffer.extents) for buffer in checkpointer.own.buffers())) > most:
             raise Violation(f"{process.name} keeps {count} snapshots of its own; {most} are the most")
-        at_peer = max(schedule.slots_kept(LATE_AT_PEERS, to_disk=False) for schedule in schedules)
+        at_peer = max(schedule.retention(LATE_AT_PEERS, to_disk=False).slots for schedule in schedules)
         for store in () if self.has_parity else checkpointer.replicator.stores:
             if len(schedules) == 1 and (count := len(store.schedules())) > at_peer:
                 raise Violation(

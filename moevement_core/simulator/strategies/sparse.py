@@ -142,7 +142,7 @@ class MoEvement(Strategy):
         The schedule counts its lag from the end of the iteration in which a slot is copied, so the lag is
         ``arrival - 1``.
         """
-        return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
+        return self.costs.plan.binding_stage.schedule.rollback(self.arrival - 1).mean
 
     @cached_property
     def frozen_share(self) -> float:

@@ -15,7 +15,14 @@ from moevement_core.operators import Operator, OperatorKind, OperatorTable, Stat
 from moevement_core.policy.holding import most_held, superseded
 from moevement_core.policy.redo import redo_runs
 from moevement_core.policy.runs import restore_points
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule
+from moevement_core.policy.schedule import (
+    LAG_ALLOWANCE,
+    Contents,
+    Saved,
+    Schedule,
+    slots_with_snapshot,
+    superseded_in,
+)
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.snapshot.arena import PAGE, Arena, in_pages
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, StateTensor, contents_text, offsets
@@ -58,8 +65,8 @@ def test_a_failure_at_any_moment_finds_what_it_needs_and_no_more_is_held_than_is
     schedule = schedule_of(kind, random.randint(1, 6), sizes, rest=random.choice([0, 0, 1, 5]))
     states = states_of(schedule, sizes)
     kept = kept_bytes(schedule, states, 100)
-    bound = most_held(kept, schedule.slots_at_first(LAG_ALLOWANCE, to_disk=False))
-    whole = {slot: int(row[0]) for slot, row in zip(schedule.slots(), kept, strict=True)}
+    bound = most_held(kept, schedule.retention(LAG_ALLOWANCE, to_disk=False).slots_at_first)
+    whole = {slot: int(row[0]) for slot, row in zip(slots_with_snapshot(schedule), kept, strict=True)}
     held: dict[int, Contents] = {}
     acknowledged: set[int] = set()  # iterations whose snapshots all peers have
     persisted, ends, proposed = -1, -1, -1
@@ -107,7 +114,7 @@ def check_way_back(schedule: Schedule, held: Mapping[int, Contents], first: int,
 def bytes_of(schedule: Schedule, kept: np.ndarray, iteration: int, contents: Contents) -> int:
     """Return the bytes of a snapshot that a live rank still holds after later slots superseded some of its parts."""
     slot = schedule.slot(iteration)
-    row = schedule.slots().index(slot)
+    row = slots_with_snapshot(schedule).index(slot)
     if not schedule.supersedes:
         return int(kept[row, 0])
     steps = [step for step in range(schedule.size) if np.array_equal(_after(schedule, slot, step), contents)]
@@ -117,7 +124,7 @@ def bytes_of(schedule: Schedule, kept: np.ndarray, iteration: int, contents: Con
 def _after(schedule: Schedule, slot: int, step: int) -> Contents:
     contents = schedule.contents_of_slot(slot)
     assert contents is not None
-    return np.where(schedule.superseded(slot, step), np.int8(Saved.NOTHING), contents)
+    return np.where(superseded_in(schedule, slot, step), np.int8(Saved.NOTHING), contents)
 
 
 def test_what_is_given_back_is_whole_pages_as_the_arena_counts_them() -> None:
@@ -128,7 +135,7 @@ def test_what_is_given_back_is_whole_pages_as_the_arena_counts_them() -> None:
     kept = kept_bytes(schedule, states, 100)
     arena = Arena(CpuDevice())
     arena.grow(1000 * PAGE)
-    for row, slot in enumerate(schedule.slots()):
+    for row, slot in enumerate(slots_with_snapshot(schedule)):
         for step in range(3):
             buffer = _buffer(arena, schedule, slot, step, states)
             assert sum(extent.memory.numel() for extent in buffer.extents) == kept[row, step]
@@ -150,6 +157,6 @@ def _buffer(arena: Arena, schedule: Schedule, slot: int, step: int, states: Mapp
         Entry(t.operator, t.saved, t.key, "uint8", at, t.nbytes, "", place) for place, (t, at) in enumerate(placed)
     )
     header = Header(0, slot, "s", slot, contents_text(contents), entries, None, slot)
-    _, ranges = Snapshot(header, buffer).without(schedule.superseded(slot, step))
+    _, ranges = Snapshot(header, buffer).without(superseded_in(schedule, slot, step))
     arena.release_parts(buffer, ranges)
     return buffer

@@ -64,7 +64,7 @@ def test_rollback_keeps_to_its_bounds(count: int, size: int, kind: WindowKind, l
         return
     check_by_replaying(run, snapshots)
     replayed = last - run.first
-    assert replayed <= schedule.most_replayed(lag) <= (size if kind is WindowKind.ROLLING else 2 * size) + lag
+    assert replayed <= schedule.rollback(lag).most <= (size if kind is WindowKind.ROLLING else 2 * size) + lag
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,8 +76,8 @@ def test_bounds_are_reached_and_the_mean_is_the_expected_one(kind: WindowKind, s
         run = newest_recoverable_run(taken(history, last - 1 - lag))
         assert run is not None
         replayed.append(last - run.first)
-    assert max(replayed) == schedule.most_replayed(lag)
-    assert np.mean(replayed) + 0.5 == schedule.expected_rollback(lag)
+    assert max(replayed) == schedule.rollback(lag).most
+    assert np.mean(replayed) + 0.5 == schedule.rollback(lag).mean
 
 
 @given(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moevement_core.errors import ScheduleError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.schedule import Saved, ScheduleHistory
+from moevement_core.policy.schedule import Saved, ScheduleHistory, next_boundary
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts, orders, stages
@@ -65,7 +65,7 @@ def test_full_state_once_a_window_and_compute_weights_of_exactly_the_right_other
 @given(size=st.integers(1, 9), start=st.integers(0, 30), iteration=st.integers(0, 60))
 def test_boundaries_are_where_slot_0_is(size: int, start: int, iteration: int) -> None:
     aligned = schedule(equal_experts(9), size, WindowKind.ALIGNED, start=start)
-    boundary = aligned.next_boundary(iteration)
+    boundary = next_boundary(aligned, iteration)
     assert boundary >= iteration
     assert aligned.slot(boundary) == 0
     assert boundary - max(iteration, start) < size
@@ -132,6 +132,6 @@ def test_before_its_start_a_schedule_has_no_answer() -> None:
 def test_without_lag_the_expected_rollback_is_the_papers() -> None:
     for size in (1, 3, 6):
         aligned, rolling = (schedule(equal_experts(6), size, kind) for kind in KINDS)
-        assert aligned.expected_rollback(0) == 1.5 * size
-        assert aligned.most_replayed(0) < 2 * size
-        assert rolling.most_replayed(2) == size + 2
+        assert aligned.rollback(0).mean == 1.5 * size
+        assert aligned.rollback(0).most < 2 * size
+        assert rolling.rollback(2).most == size + 2

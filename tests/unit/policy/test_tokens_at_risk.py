@@ -208,7 +208,7 @@ def test_peers_receive_the_riskiest_experts_of_a_snapshot(here: int, there: int)
         wanted = strategy.propose(schedule, (8 - here, 8 - there) if number == 0 else None).schedules[0]
         assert isinstance(wanted, SelectedSchedule)
         schedule = wanted
-        contents, part = wanted.contents_of_slot(0), wanted.at_peers_of_slot(0)
+        contents, part = wanted.contents_of_slot(0), wanted.parts_of_slot(0).at_peers
         assert contents is not None
         assert part is not None
         sent = part != O

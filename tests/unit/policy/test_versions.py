@@ -70,7 +70,7 @@ def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int
     is_expert, rounds = schedule.table.is_expert, -(-experts // on_disk)
     waits = np.zeros(len(schedule.table), dtype=int)
     for iteration in range(0, 3 * schedule.size, 3):
-        held, written = schedule.contents(iteration), schedule.on_disk_of_slot(schedule.slot(iteration))
+        held, written = schedule.contents(iteration), schedule.parts_of_slot(schedule.slot(iteration)).on_disk
         assert held is not None
         assert written is not None
         assert (written[~is_expert] == Saved.FULL).all()
@@ -80,7 +80,7 @@ def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int
             assert (written[in_layer] == Saved.FULL).sum() <= on_disk
         waits = np.where(written == Saved.FULL, 0, waits + 1)
         assert waits.max() <= 2 * rounds * schedule.checkpoints
-    assert PartialSchedule(table(), 3, experts, 6).on_disk_of_slot(0) is None
+    assert PartialSchedule(table(), 3, experts, 6).parts_of_slot(0).on_disk is None
 
 
 def test_versions_are_the_newest_that_are_there() -> None:
@@ -132,7 +132,7 @@ def test_what_may_still_be_needed_is_kept() -> None:
             reached = next(restore_points({at: held[at] for at in held.keys() & delivered}), None)
             assert newest is None or (reached is not None and reached.last >= newest), seed
             newest = reached.last if reached is not None else newest
-            assert len(held) <= schedule.slots_kept(2) + 2, seed
+            assert len(held) <= schedule.retention(2).slots + 2, seed
         assert is_newer(newest, 100), seed
 
 

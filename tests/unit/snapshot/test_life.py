@@ -24,7 +24,7 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import SnapshotError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
-from moevement_core.policy.schedule import Saved
+from moevement_core.policy.schedule import Saved, slots_with_snapshot
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.sources import MemorySource
@@ -76,7 +76,7 @@ def test_windows_follow_each_other_and_nothing_is_ever_missing(
             assert progress.persisted == newest - size + 1
             assert progress.abandoned == 0
             assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.slots_kept(0, to_disk=False)
+            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.retention(0, to_disk=False).slots
             assert all(min(receiver.store.snapshots()) == progress.persisted for receiver in rank.receivers)
         assert not reports(training)
 
@@ -93,7 +93,7 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
                 rank.checkpointer.own.snapshots()
             )
             assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.slots_kept(0, to_disk=False)
+            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.retention(0, to_disk=False).slots
         assert not reports(training)
 
 
@@ -587,7 +587,7 @@ def test_the_bytes_of_a_run_are_those_of_its_snapshots_also_with_an_interval() -
         for name, master in zip(names, masters, strict=True)
     )
     schedule, memory = PartialSchedule(table, interval=3, experts=1, most=4), SnapshotMemory(states, 0, to_disk=False)
-    whole = dict(zip(schedule.slots(), memory.slots_here(schedule), strict=True))
+    whole = dict(zip(slots_with_snapshot(schedule), memory.slots_here(schedule), strict=True))
     assert list(whole) == [0, 3, 6, 9]
     assert len(set(whole.values())) == 4
     for slots in ([6], [0, 3], [9, 0, 3, 6]):

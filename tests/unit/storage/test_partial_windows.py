@@ -82,7 +82,7 @@ class Owner:
             Entry(name, Saved.FULL, "0", "uint8", BYTES * number, BYTES, digest_of(data[:BYTES]))
             for number, name in enumerate(captured)
         )
-        wanted = self._schedule.on_disk_of_slot(slot)
+        wanted = self._schedule.parts_of_slot(slot).on_disk
         on_disk = part_of(self._schedule, slot, wanted, self._states)
         return Snapshot(
             Header(

@@ -36,8 +36,8 @@ def test_bounds_are_reached_and_the_mean_is_the_expected_one(interval: int, lag:
         last - next(strategy.restore_points(_held(schedule, last - 1 - lag))).first
         for last in range(10 * interval, 11 * interval)
     ]
-    assert max(replayed) == schedule.most_replayed(lag)
-    assert np.mean(replayed) + 0.5 == schedule.expected_rollback(lag)
+    assert max(replayed) == schedule.rollback(lag).most
+    assert np.mean(replayed) + 0.5 == schedule.rollback(lag).mean
 
 
 def test_another_stage_saves_in_the_same_iterations() -> None:
@@ -64,4 +64,4 @@ def test_a_window_of_one_iteration_is_dense_every_iteration() -> None:
     dense = DenseToPeers(TABLE, 1).first(sparse.start, most=1)
     for iteration in range(sparse.start, 5):
         np.testing.assert_array_equal(sparse.contents(iteration), dense.contents(iteration))
-    assert (sparse.is_dense, sparse.most_replayed(2)) == (True, dense.most_replayed(2))
+    assert (sparse.is_dense, sparse.rollback(2).most) == (True, dense.rollback(2).most)
