@@ -128,6 +128,7 @@ class Capturer:
         copies = self._logged.copies if self._logged is not None else self.last_logged
         return copies.order_after_copies() if copies is not None else 0.0
 
+    @property
     def buffers(self) -> list[Buffer]:
         """Return the buffer with logged gradients, as a list; empty if no gradients wait for their snapshot."""
         return [self._logged.buffer] if self._logged is not None else []

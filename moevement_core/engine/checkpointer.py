@@ -14,18 +14,18 @@ from typing import Any
 
 from moevement_core.device import Device, Event
 from moevement_core.engine.capture import Capturer
-from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime, RunSpan
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
+from moevement_core.engine.room import Room
 from moevement_core.overhead.pause import Pause
 from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Schedule, ScheduleHistory, is_other_window
-from moevement_core.replication.allowance import OWN, Allowance
+from moevement_core.policy.schedule import Schedule, ScheduleHistory
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
@@ -106,16 +106,19 @@ class Checkpointer:
         self.progress = Progress(persisted=self.lifetime.first_needed)
         self._agreement, self._allowance = agreement, allowance
         self._report = report
-        self._may_give_up_own, self._give_up_log = may_give_up_own, give_up_log
+        self.room = Room(
+            memory=memory,
+            own=own,
+            replicator=self.replicator,
+            allowance=allowance,
+            report=report,
+            newest=history.newest,
+            may_give_up_own=may_give_up_own,
+            give_up_log=give_up_log,
+        )
         self._writer: WindowWriter | None = None
         self._written_from = 0
         """First snapshot of the first window that :attr:`_writer` writes."""
-        self.asked_bytes = 0
-        """Bytes of host memory that this rank has last requested from each peer."""
-        self._fitted: Schedule | None = history.newest
-        """Schedule to whose windows the memory is fitted; None while windows of another size have memory, too."""
-        self._fitting: Schedule | None = None
-        """Schedule whose windows keep their memory while :meth:`_fit` frees the rest; None while it frees nothing."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
@@ -126,7 +129,7 @@ class Checkpointer:
         """Newest iteration whose gradients were overwritten; None before the first."""
         self._final: Event | None = None
         """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
-        self.make_room_for_kept()
+        self.room.make_for_kept(self.kept_schedules)
 
     def _is_whole(self, run: RecoverableRun) -> bool:
         """Return True if ``run`` is as long as the runs of other stages from the same first snapshot.
@@ -176,7 +179,7 @@ class Checkpointer:
         if iteration in self.own:
             self.capturer.drop_logged()
             return  # this rank captured the snapshot before a failure, and the job now repeats the iteration
-        if not self.takes(iteration) or not self._may_take(iteration):
+        if not self.history.takes(iteration) or not self._may_take(iteration):
             return
         if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated, may_wait=may_wait):
             self._abandon(iteration)
@@ -204,7 +207,7 @@ class Checkpointer:
         if not is_replayed and not is_newer(iteration, self._gone):
             return
         self._live = iteration
-        if iteration in self.own or not self.takes(iteration):
+        if iteration in self.own or not self.history.takes(iteration):
             return
         schedule = self.history.at(iteration)
         if self.capturer.logs_gradients(iteration, schedule) and self._may_take(iteration):
@@ -236,42 +239,31 @@ class Checkpointer:
     def _log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
         if self.capturer.log(iteration, schedule, ready):
             return True
-        self._make_more_room(schedule)
+        self.room.make_beside(self._persisted_bytes(), schedule)
         return self.capturer.log(iteration, schedule, ready)
 
     def _may_take(self, iteration: int) -> bool:
         """Return True if snapshots are not paused. End a pause first, if memory for a whole window is free now."""
         if self._paused:
-            self._make_more_room(self.history.at(iteration))  # for a new run beside the persisted one
-            if not self._has_room(iteration):
+            schedule = self.history.at(iteration)
+            self.room.make_beside(self._persisted_bytes(), schedule)
+            if not self.room.may_begin(schedule, iteration):
                 if self.replicator.are_full:  # the peers may have become full after the window was abandoned
                     self._drop_open_window()
                 return False
         self._paused = False
         return True
 
-    def _make_more_room(self, schedule: Schedule) -> None:
-        memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
-
-        def here() -> int:  # _grow() calls this again after it has dropped own snapshots
-            return max(memory.here_after_gap(schedule), beside if memory.keeps_own_copies else 0)
-
-        self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
-
     def _persisted_bytes(self) -> int:
         """Return the bytes that the persisted run's snapshots take as long as no part of them is freed."""
         run = self.lifetime.fallback
         if run is None or run.first < self.history.oldest.start:
             return 0
-        taken = [iteration for iteration in range(run.first, run.last + 1) if self.takes(iteration)]
+        taken = [iteration for iteration in range(run.first, run.last + 1) if self.history.takes(iteration)]
         schedules = [self.history.at(iteration) for iteration in taken]
         return self.memory.run_bytes(
             (schedule, schedule.slot(iteration)) for schedule, iteration in zip(schedules, taken, strict=True)
         )
-
-    def takes(self, iteration: int) -> bool:
-        """Return True if the schedule has a snapshot ``SS_iteration``."""
-        return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
 
     def take(
         self,
@@ -300,7 +292,7 @@ class Checkpointer:
             self.capturer.drop_logged()  # an earlier schedule wanted these gradients
         if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
             return True
-        self._make_more_room(schedule)
+        self.room.make_beside(self._persisted_bytes(), schedule)
         if may_wait and self.own.keepers is not None:
             self._wait_for_room(iteration, schedule)
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
@@ -344,6 +336,12 @@ class Checkpointer:
         first = self.lifetime.first_needed
         return first if first is not None else min(self.own, default=None)
 
+    @property
+    def kept_schedules(self) -> tuple[Schedule, ...]:
+        """Schedules whose snapshots this rank may still keep or capture again, the oldest first."""
+        return self.history.since(self.lifetime.first_needed)
+
+    @property
     def persisted(self) -> dict[int, Any]:
         """Return the contents of snapshots that all peers have, by iteration; without peers, of all own snapshots."""
         return self.own.acked_by(self.replicator.peers)
@@ -353,87 +351,15 @@ class Checkpointer:
         """True if a snapshot was captured at the beginning of this iteration, or is being captured, sent or written."""
         return (
             self.capturer.last is not None
-            or bool(self.own.deliverable(self.replicator.peers).keys() - self.persisted().keys())
+            or bool(self.own.deliverable(self.replicator.peers).keys() - self.persisted.keys())
             or (self._writer is not None and self._writer.writing is Writing.BUSY)
         )
 
-    def disk_rate(self) -> float:
-        """Return the bytes per second at which snapshots were written to disk; infinite if none were."""
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Bytes per second at which snapshots were written to disk; infinite if none were."""
         writer = self._writer
         return writer.written_bytes / writer.write_s if writer is not None and writer.write_s else float("inf")
-
-    def make_room(self, *schedules: Schedule) -> None:
-        """Set host memory aside, here and at peers, for windows of ``schedules``, which follow each other.
-
-        If this rank had enough memory for them before and has given a part back, it allocates that part again only when
-        a snapshot needs it.
-        """
-        at_peer = self.memory.at_peer(schedules)
-        if self.memory.here(schedules) > self._allowance.of(OWN):
-            self._grow(lambda: self.memory.here(schedules), at_peer)
-        else:
-            self._ask_peers(at_peer)
-
-    def make_room_for_kept(self) -> None:
-        """Set host memory aside for every schedule whose snapshots this rank may still keep or capture again.
-
-        The rank has given back the memory of schedules whose windows ended before the persisted run, so these are left
-        out.
-        """
-        kept = self.history.since(self.lifetime.first_needed)
-        if any(is_other_window(schedule, self.history.newest) for schedule in kept):
-            self._fitted = None
-        self.make_room(*kept)
-
-    def _grow(self, here: Callable[[], int], at_peer: int) -> None:
-        """Set host memory aside on this rank and at each peer.
-
-        If this rank has too little, own copies are dropped first, then the oldest iterations of the boundary log.
-
-        Args:
-            here: function that returns the bytes needed on this rank; called again after each drop, which may lower the
-                need.
-            at_peer: bytes needed at each peer.
-        """
-        if not self._set_aside(here()):
-            self._give_up_own()
-        if not self._set_aside(here()):
-            self._give_up_log(int(here() - self._allowance.left_for(OWN)))
-            self._set_aside(here())
-        self._ask_peers(at_peer)
-
-    def _ask_peers(self, nbytes: int) -> None:
-        if nbytes > self.asked_bytes:
-            self.asked_bytes = nbytes
-            self.replicator.open(nbytes)
-
-    def _fit(self) -> None:
-        """Give back a part of the memory that only earlier windows needed, if they had another size than the newest.
-
-        Called every iteration. Peers also give back memory. If peers never lagged, this rank gives back its memory for
-        lag as well, but the allowance still reserves it. After a mere reorder of operators, the method gives nothing
-        back, because the next reorder would need the memory, and page-locking it again takes time.
-        """
-        kept = self.history.since(self.lifetime.first_needed)
-        newest = self.history.newest
-        if self._paused or (self._fitted is not None and not is_other_window(newest, self._fitted)):
-            return
-        if any(is_other_window(newest, schedule) for schedule in kept):
-            return
-        # Computed for each schedule alone: memory for a left-out snapshot between two of them is set aside when needed.
-        here = max(self.memory.here([schedule]) for schedule in kept)
-        at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
-        arena = self.own.arena
-        if self._fitting is None or is_other_window(newest, self._fitting):
-            arena.watch()
-            if at_peer < self.asked_bytes:
-                self.asked_bytes = at_peer
-                self.replicator.open(at_peer)
-            self._fitting = newest
-        may_go = arena.fit(here)
-        self._allowance.keep(OWN, max(here, arena.nbytes))
-        if not may_go:
-            self._fitted, self._fitting = newest, None
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Make ``writer`` write each window to disk once it is persisted on every rank.
@@ -454,7 +380,7 @@ class Checkpointer:
         """
         if is_newer(self.lifetime.last_needed, last):
             return None
-        taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
+        taken = [iteration for iteration in range(first, last + 1) if self.history.takes(iteration)]
         leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in taken]
         leased += [store.lease(iteration) for store in stores for iteration in taken]
         whole = [lease for lease in leased if lease is not None]
@@ -521,42 +447,14 @@ class Checkpointer:
         self.capturer.reset()
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
-        self.own.arena.reclaim([*self.own.buffers(), *self.capturer.buffers()])
+        self.own.arena.reclaim([*self.own.buffers, *self.capturer.buffers])
         self._agreement, self._paused = agreement, False
         self.progress.is_winding_down = False  # a replacement does not know of an earlier agreement
         self.replicator.rewire(senders, receivers, has, former)
-        self.replicator.open(self.asked_bytes)
+        self.room.ask_peers_again()
         for held in kept:
             if held.snapshot is not None:
                 self.replicator.replicate(held)
-
-    def _set_aside(self, nbytes: int) -> bool:
-        """Allocate ``nbytes`` of host memory for own snapshots; return False if the budget or the host has less."""
-        arena = self.own.arena
-        if nbytes <= arena.nbytes:
-            return True
-        if not self._allowance.take(OWN, nbytes):
-            return False
-        try:
-            arena.grow(nbytes)
-        except RuntimeError as error:
-            self._allowance.keep(OWN, arena.nbytes)
-            self._report(f"host memory for snapshots cannot be allocated: {str(error).splitlines()[0]}")
-            return False
-        return True
-
-    def _give_up_own(self) -> None:
-        """Drop own copies that all peers hold, and keep none from now on, if the flags allow it."""
-        has_copies = len(self.replicator.peers) >= FEWEST_COPIES
-        if not self._may_give_up_own or not self.memory.keeps_own_copies or not has_copies:
-            return
-        self.memory.keeps_own_copies = False
-        self._keep_where_said(self.replicator.peers)
-        count = self.own.drop_kept_elsewhere(self.replicator.peers)
-        self._report(
-            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB), so this rank drops each of its own "
-            f"snapshots when all peers have it; it dropped {count} of them now"
-        )
 
     def _keep_where_said(self, peers: Collection[int]) -> None:
         self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own_copies else None
@@ -587,7 +485,7 @@ class Checkpointer:
     def _learn(self, iteration: int) -> None:
         """Apply the agreement of the previous iteration, then propose statuses of this rank's runs for the next one."""
         self._take_in()
-        statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted())
+        statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted)
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _take_in(self) -> None:
@@ -604,8 +502,9 @@ class Checkpointer:
                 if self.replicator.free(persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
-                    self.own.free_unneeded(superseded(self.own.contents(), last))
-                self._fit()
+                    self.own.free_unneeded(superseded(self.own.contents, last))
+                if not self._paused:
+                    self.room.fit(self.kept_schedules)
             self.replicator.withheld = frozenset(unneeded.withheld)
             for first, last in unneeded.lost_ranges:
                 self.replicator.drop(first, last)
@@ -625,11 +524,6 @@ class Checkpointer:
         schedule = self.history.at(first)
         # Schedules that leave experts out free no parts: a restore may need older versions of the left-out experts.
         return schedule.last_of_run(first) if schedule.supersedes else None
-
-    def _has_room(self, iteration: int) -> bool:
-        """Return True if a window may begin at ``iteration`` and memory for all of it is free."""
-        schedule = self.history.at(iteration)
-        return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
     def _drop_open_window(self) -> list[int]:
         deliverable = self.own.deliverable(self.replicator.peers)
@@ -664,7 +558,7 @@ class Checkpointer:
         if capture is not None and capture.finished.is_open:
             progress.digest_cpu_s = sum(copies.digest_cpu_s for copies in self.capturer.parts)
             progress.whole_cpu_s = capture.whole_cpu_s
-        captured = self.own.snapshots()
+        captured = self.own.snapshots
         if captured:
-            progress.lag = max(captured) - max(self.persisted(), default=min(captured) - 1)
+            progress.lag = max(captured) - max(self.persisted, default=min(captured) - 1)
         progress.memory_bytes = self.own.arena.nbytes + self.replicator.memory_bytes

@@ -202,17 +202,20 @@ class OwnSnapshots:
             if held := self._held.get(snapshot.iteration):
                 held.undeliverable = True
 
+    @property
     def snapshots(self) -> dict[int, Snapshot]:
         """Return the captured snapshots that this rank still has, by iteration."""
         with self._lock:
             every = self._held.items()
             return {iteration: held.snapshot for iteration, held in every if held.snapshot and held.is_here}
 
+    @property
     def buffers(self) -> list[Buffer]:
         """Return the buffers of all snapshots, including freed snapshots that some thread still reads."""
         with self._lock:
             return [held.buffer for held in (*self._held.values(), *self._read)]
 
+    @property
     def contents(self) -> dict[int, Contents]:
         """Return the contents of the captured snapshots that this rank still has, by iteration."""
         with self._lock:

@@ -309,6 +309,10 @@ class ScheduleHistory:
         """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
         return self.at(iteration).contents(iteration)
 
+    def takes(self, iteration: int) -> bool:
+        """Return True if there is a snapshot ``SS_iteration`` under the schedules that the history still holds."""
+        return iteration >= self.oldest.start and self.contents(iteration) is not None
+
     def change(self, now: int, to: Schedule) -> Schedule:
         """Let the schedule ``to`` begin at the first window boundary after ``SS_now``, and return that new schedule.
 

@@ -59,7 +59,7 @@ class Reexecution(Observer):
             if snapshot.header.schedule == LIVE:
                 continue
             # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
-            if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:
+            if checkpointer.history.takes(iteration) or not checkpointer.history.oldest.is_dense:
                 checkpointer.adopt(snapshot)
 
     def run(self, check: StateCheck, shared_from: int | None, *, with_all: bool) -> Mapping[str, Any]:
@@ -121,11 +121,11 @@ class Reexecution(Observer):
             self._lose(self._take_again, iteration, record)
             return
         checkpointer, plan, binding = self._parts.checkpointer, self._plan, self._parts.binding
-        if iteration in checkpointer.own.snapshots() or not self._prepared.keeps_first:
+        if iteration in checkpointer.own.snapshots or not self._prepared.keeps_first:
             return
         if iteration in self._prepared.snapshots and not self._prepared.other_arithmetic:
             checkpointer.adopt(self._prepared.snapshots[iteration])
-        elif record.get("step") and checkpointer.takes(iteration):
+        elif record.get("step") and checkpointer.history.takes(iteration):
             if iteration > plan.dense_at and self._gradients_stay:  # until then, frozen operators have no gradients
                 checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": binding.boundary_copy(), "iteration": record})

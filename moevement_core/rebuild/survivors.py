@@ -95,7 +95,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
 
 def _compare(parts: Parts, until: int) -> _Compared:
     left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
-    snapshot = parts.checkpointer.own.snapshots().get(until)
+    snapshot = parts.checkpointer.own.snapshots.get(until)
     if snapshot is None or snapshot.header.state != until:
         return _Compared(kept=True, in_part=False, whole=False, differences=left, replicas=[])
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)

@@ -69,7 +69,7 @@ class MemorySource(SnapshotSource):
         Checking every byte of all kept snapshots would take longer than the rest of a recovery. Instead, a snapshot is
         checked when it is fetched. If it is damaged, ranks plan the recovery again without it.
         """
-        snapshots = {**self._durable, **self._checkpointer.own.snapshots()}
+        snapshots = {**self._durable, **self._checkpointer.own.snapshots}
         own = [(Source.MEMORY, snapshot) for snapshot in snapshots.values()]
         kept = [
             (Source.PEER, snapshot)

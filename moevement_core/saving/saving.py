@@ -248,7 +248,7 @@ class Saving:
         """
         self.windows.count(iteration)
         self.decide(iteration)
-        if not self.checkpointer.takes(iteration):
+        if not self.checkpointer.history.takes(iteration):
             return
         if record and has_gradients:
             self.checkpointer.log_gradients(iteration, is_replayed=True)
@@ -310,7 +310,7 @@ class Saving:
             self._config, self._binding, self.topology, is_running=True
         )
         self._warn_of_copies()
-        checkpointer.make_room_for_kept()
+        checkpointer.room.make_for_kept(checkpointer.kept_schedules)
         has = ask_peers(self.topology, self._keeps())
         before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
@@ -348,7 +348,7 @@ class Saving:
             "iteration": {},
             **self.learned(strategy_of(self._config.strategy, self._binding, self.topology)),
         }
-        for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
+        for iteration in filter(self.checkpointer.history.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole, is_updated=False)
             self.checkpointer.wait()
@@ -358,7 +358,7 @@ class Saving:
         """Number of copies of this rank's snapshots that peers do not have yet."""
         return sum(
             peer not in snapshot.acknowledged
-            for snapshot in self.checkpointer.own.snapshots().values()
+            for snapshot in self.checkpointer.own.snapshots.values()
             for peer in self.topology.peers[self.topology.rank]
         )
 

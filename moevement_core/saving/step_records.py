@@ -65,7 +65,7 @@ class StepRecords:
 
         They come from its snapshots, from its records, and for the iteration ``until`` from the commit point.
         """
-        records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
+        records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots.values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
         if last := self._outcome_of(until):

@@ -372,7 +372,7 @@ class WindowDecisions:
             per_rank = needed[proposal.schedules.index(chosen)]
             self.planned_bytes = per_rank[self.topology.rank].nbytes if per_rank else None
         schedule = history.change(boundary - 1, chosen)
-        checkpointer.make_room(schedule)
+        checkpointer.room.make(schedule)
         if (oldest := checkpointer.oldest_needed) is not None:
             history.forget_before(max(oldest, history.oldest.start))
         if is_other:
@@ -478,7 +478,7 @@ class WindowDecisions:
         """
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
-        nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))
+        nbytes = max(checkpointer.room.asked_bytes, memory.at_peer(changes))
         at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule), memory.staging)
         return Needs(
             snapshots=here, in_flight=here, at_peer=at_peer, log=self.log_bytes(schedule), allowed=self.allowed
@@ -502,7 +502,7 @@ class WindowDecisions:
             d2h, network = self._measured_bandwidths(now, checkpointer, senders, iteration_s)
             measured = Measured(
                 iteration_s, d2h_bytes_per_s=d2h, replication_bytes_per_s=network * NETWORK_HEADROOM,
-                replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_rate(),
+                replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_bytes_per_s,
                 delay_s=delay_s, logged_bytes=self._sent_bytes, cost=cost,
                 shortened=2 * max(0.0, now.rollback(0).mean - SHORTEST_ROLLBACK),
                 failures_every=self._failures_every(boundary),

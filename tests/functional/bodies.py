@@ -105,7 +105,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
             }
 
     def look(checkpointer: Checkpointer) -> None:
-        note("own", checkpointer.own.snapshots())
+        note("own", checkpointer.own.snapshots)
         for store in checkpointer.replicator.stores:
             note("kept", store.snapshots())
 
@@ -169,7 +169,7 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
         failed = type(error).__name__
     time.sleep(1)  # let the background threads notice too
     checkpointer = process().job.session.saving.checkpointer  # type: ignore[union-attr]
-    held = {**checkpointer.own.snapshots()}
+    held = {**checkpointer.own.snapshots}
     kept = {store.source: store.snapshots() for store in checkpointer.replicator.stores}
     for snapshot in (*held.values(), *(s for snapshots in kept.values() for s in snapshots.values())):
         snapshot.check("after the death of a peer")
@@ -273,7 +273,7 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
         session = process().job.session
         assert session is not None
         if session.saving.topology.rank == victim:
-            for snapshot in session.saving.checkpointer.own.snapshots().values():
+            for snapshot in session.saving.checkpointer.own.snapshots.values():
                 entry = snapshot.header.entries[0]
                 snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
 

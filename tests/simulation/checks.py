@@ -221,7 +221,7 @@ class Checks:
         checkpointer = process.training._session.saving.checkpointer
         schedules = checkpointer.history.all
         most = max(schedule.retention(2, to_disk=False).slots for schedule in schedules)
-        if len(schedules) == 1 and (count := sum(bool(buffer.extents) for buffer in checkpointer.own.buffers())) > most:
+        if len(schedules) == 1 and (count := sum(bool(buffer.extents) for buffer in checkpointer.own.buffers)) > most:
             raise Violation(f"{process.name} keeps {count} snapshots of its own; {most} are the most")
         at_peer = max(schedule.retention(LATE_AT_PEERS, to_disk=False).slots for schedule in schedules)
         for store in () if self.has_parity else checkpointer.replicator.stores:
@@ -230,8 +230,8 @@ class Checks:
                     f"{process.name} keeps {count} snapshots of rank {store.source}; {at_peer} are the most"
                 )
         arena = checkpointer.own.arena
-        used = sum(extent.memory.numel() for buffer in checkpointer.own.buffers() for extent in buffer.extents)
-        logged = sum(extent.memory.numel() for buffer in checkpointer.capturer.buffers() for extent in buffer.extents)
+        used = sum(extent.memory.numel() for buffer in checkpointer.own.buffers for extent in buffer.extents)
+        logged = sum(extent.memory.numel() for buffer in checkpointer.capturer.buffers for extent in buffer.extents)
         if used + logged + arena.available != arena.nbytes:
             lost = (arena.nbytes - used - logged - arena.available) // PAGE
             raise Violation(f"{process.name} has lost {lost} pages of its arena")

@@ -154,7 +154,7 @@ class Job:
         for rank in self.members:
             window = impose_window(schedule.table, self.order, self.size, self.kind)
             wanted = SparseSchedule(schedule.table, self.order, window)
-            rank.checkpointer.make_room(rank.checkpointer.history.change(self.iteration - 1, wanted))
+            rank.checkpointer.room.make(rank.checkpointer.history.change(self.iteration - 1, wanted))
         self.order = None
 
     def settle(self, timeout_s: float = 10.0) -> None:
@@ -162,9 +162,9 @@ class Job:
         deadline = time.monotonic() + timeout_s
         for rank in self.members:
             had, since = -1, time.monotonic()
-            while rank.checkpointer.persisted().keys() != rank.checkpointer.own._held.keys():
+            while rank.checkpointer.persisted.keys() != rank.checkpointer.own._held.keys():
                 assert time.monotonic() < deadline, f"rank {rank.number}: {rank.reports}"
-                if (now := len(rank.checkpointer.persisted())) != had:
+                if (now := len(rank.checkpointer.persisted)) != had:
                     had, since = now, time.monotonic()
                 if time.monotonic() - since > 0.5 and any(sender.is_full for sender in rank.senders):
                     break
@@ -173,7 +173,7 @@ class Job:
     def check(self) -> None:
         """Check that each rank and peer has all snapshots of the agreed persisted run, and that memory is bounded."""
         for rank in self.members:
-            own = rank.checkpointer.own.snapshots()
+            own = rank.checkpointer.own.snapshots
             persisted = rank.checkpointer.progress.persisted
             if persisted is not None:
                 contents = {i: held.contents for i, held in rank.checkpointer.own._held.items()}

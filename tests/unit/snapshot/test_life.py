@@ -75,8 +75,8 @@ def test_windows_follow_each_other_and_nothing_is_ever_missing(
             )
             assert progress.persisted == newest - size + 1
             assert progress.abandoned == 0
-            assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.retention(0, to_disk=False).slots
+            assert min(rank.checkpointer.own.snapshots) == progress.persisted, "what is older is freed"
+            assert len(rank.checkpointer.own.snapshots) <= training.history().newest.retention(0, to_disk=False).slots
             assert all(min(receiver.store.snapshots()) == progress.persisted for receiver in rank.receivers)
         assert not reports(training)
 
@@ -89,11 +89,11 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
             progress = rank.checkpointer.progress
             assert progress.persisted == (training.iteration - 2) // interval * interval
             assert progress.abandoned == 0
-            assert [iteration % interval for iteration in rank.checkpointer.own.snapshots()] == [0] * len(
-                rank.checkpointer.own.snapshots()
+            assert [iteration % interval for iteration in rank.checkpointer.own.snapshots] == [0] * len(
+                rank.checkpointer.own.snapshots
             )
-            assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.own.snapshots()) <= training.history().newest.retention(0, to_disk=False).slots
+            assert min(rank.checkpointer.own.snapshots) == progress.persisted, "what is older is freed"
+            assert len(rank.checkpointer.own.snapshots) <= training.history().newest.retention(0, to_disk=False).slots
         assert not reports(training)
 
 
@@ -103,14 +103,14 @@ def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_
         training.run(16)
         for rank in training.members:
             own = rank.checkpointer.own
-            assert not own.snapshots()
+            assert not own.snapshots
             assert own.arena.available == own.arena.nbytes, "all peers have everything"
             assert own.arena.nbytes < rank.receivers[0].store.memory_bytes
             assert rank.persisted >= training.iteration - 7
             assert rank.checkpointer.progress.abandoned == 0
         training.wire.stopped[1] = threading.Event()
         training.run(4, settled=False)
-        assert len(training.members[0].checkpointer.own.snapshots()) <= 3, "what is not there yet stays"
+        assert len(training.members[0].checkpointer.own.snapshots) <= 3, "what is not there yet stays"
         training.wire.stopped.pop(1).set()
         training.run(12)
         assert all(rank.persisted >= training.iteration - 7 for rank in training.members)
@@ -128,9 +128,9 @@ def test_what_a_recovery_reads_is_not_dropped_when_peers_come_to_have_it() -> No
         training.wire.stopped.pop(0).set()
         training.settle()
         opened.check("while a recovery reads it")
-        assert list(checkpointer.own.snapshots()) == [1]
+        assert list(checkpointer.own.snapshots) == [1]
         source.release()
-        assert not checkpointer.own.snapshots()
+        assert not checkpointer.own.snapshots
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -182,7 +182,7 @@ def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(
             for rank in training.members:
                 assert rank.checkpointer.progress.abandoned == 0
                 assert rank.checkpointer._allowance.of(OWN) == here, "as much may be taken"
-                assert rank.checkpointer.asked_bytes == at_peer
+                assert rank.checkpointer.room.asked_bytes == at_peer
                 assert [receiver._allowance.of(receiver.store.key) for receiver in rank.receivers] == [at_peer] * 2
             for own, others in memory_of(training):
                 assert own <= (here - 2 * PAGE if keeps_own_copies else here), "nothing for lag where none comes"
@@ -216,15 +216,15 @@ def test_memory_that_was_given_back_does_not_come_again_after_a_failure() -> Non
         training.run(13)
         training.change_window(1)
         training.run(36)
-        before, asked = memory_of(training), [rank.checkpointer.asked_bytes for rank in training.members]
+        before, asked = memory_of(training), [rank.checkpointer.room.asked_bytes for rank in training.members]
         assert len(training.members[0].checkpointer.history.all) == 2
         for rank in training.members:
-            rank.checkpointer.make_room_for_kept()
+            rank.checkpointer.room.make_for_kept(rank.checkpointer.kept_schedules)
             for sender in rank.senders:
-                sender.open(rank.checkpointer.asked_bytes)  # as over new connections
+                sender.open(rank.checkpointer.room.asked_bytes)  # as over new connections
         training.run(3)
         assert memory_of(training) == before
-        assert [rank.checkpointer.asked_bytes for rank in training.members] == asked
+        assert [rank.checkpointer.room.asked_bytes for rank in training.members] == asked
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -266,7 +266,7 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
         assert joined.take(history.oldest.start, record_of(0))
         joined.wait()
         joined.capturer.settle()
-        assert list(joined.own.snapshots()) == [history.oldest.start]
+        assert list(joined.own.snapshots) == [history.oldest.start]
         joined.close()
 
 
@@ -451,7 +451,7 @@ def test_live_tensors_may_change_right_after_the_wait() -> None:
             expected = rank.live[iteration]
             rank.change_state(iteration + 1000)  # digests and sends may still be under way
             training.settle()
-            for entry in rank.checkpointer.own.snapshots()[iteration].header.entries:
+            for entry in rank.checkpointer.own.snapshots[iteration].header.entries:
                 assert not entry.operator or entry.digest == expected[entry.operator, entry.key]
 
 
@@ -570,9 +570,9 @@ def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
         assert memory.beside(longer, schedule) > memory.run_bytes(slots) + longer
         first = training.members[0].persisted
         checkpointer.lifetime.persisted = RunSpan(first, first + 5)
-        before = checkpointer.asked_bytes
-        checkpointer._make_more_room(schedule)
-        assert checkpointer.asked_bytes >= memory.beside(longer, schedule) > before
+        before = checkpointer.room.asked_bytes
+        checkpointer.room.make_beside(checkpointer._persisted_bytes(), schedule)
+        assert checkpointer.room.asked_bytes >= memory.beside(longer, schedule) > before
 
 
 def test_the_bytes_of_a_run_are_those_of_its_snapshots_also_with_an_interval() -> None:
