@@ -34,6 +34,7 @@ GROUPS = {
         "top": "show what a run does now, in the terminal",
         "report": "summarize runs: table, plot, page and timeline",
         "verify": "compare two runs, bit for bit",
+        "windows": "list the windows of a job on disk, from which a job can start",
     },
     "size": {
         "plan": "compute what sparse checkpointing of a job will cost",

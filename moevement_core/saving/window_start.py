@@ -19,7 +19,7 @@ from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.recovery import flips
 from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_folder
 from moevement_core.saving.identity import JobNames
-from moevement_core.saving.window_files import Loaded, load_newest
+from moevement_core.saving.window_files import Loaded, load_newest, windows_of_all
 from moevement_core.storage.manifest import Manifest, is_of_job
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
@@ -78,7 +78,10 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
     node = config.copies.node_of(dist.get_rank())
     try:
         place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
-        return _load(binding, config, host, place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name))
+        return _load(
+            binding, config, host, place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name),
+            after=binding.iteration,
+        )  # fmt: skip
     except (ConfigError, RecoveryError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
@@ -87,13 +90,18 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
 
 def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """Return the newest window of other jobs in the folder of ``--moevement-load``; None without one."""
-    template = config.disk.load
+    template, wanted = config.disk.load, config.disk.load_iteration
     if template is None:
         return None
     rank, iteration = dist.get_rank(), binding.iteration
     node = config.copies.node_of(rank)
     place = find_folder("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
-    loaded = _load(binding, config, host, place, is_wanted=lambda manifest: not is_of_job(manifest.name, names.name))
+    if wanted is not None:
+        return _load_asked(binding, config, host, place, wanted=wanted)
+    loaded = _load(
+        binding, config, host, place, is_wanted=lambda manifest: not is_of_job(manifest.name, names.name),
+        after=binding.iteration,
+    )  # fmt: skip
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(
@@ -103,15 +111,36 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: 
     return loaded
 
 
+def _load_asked(binding: Binding, config: SessionConfig, host: str, place: SharedFolder, wanted: int) -> Loaded:
+    """Return the window that restores iteration ``wanted``, for ``--moevement-load-iteration``.
+
+    Raises:
+        ConfigError: the folder has no such window. Every rank raises it.
+    """
+    loaded = _load(
+        binding, config, host, place, is_wanted=lambda manifest: manifest.reaches == wanted, after=wanted - 1
+    )
+    if loaded is None:
+        others = sorted({manifest.reaches for manifest in windows_of_all(place)})
+        has = f"windows of iterations {', '.join(map(str, others))}; give one of these" if others else "no windows"
+        raise ConfigError(f"--moevement-load-iteration {wanted}: --moevement-load {place.path} has {has}")
+    return loaded
+
+
 def _load(
-    binding: Binding, config: SessionConfig, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool]
+    binding: Binding,
+    config: SessionConfig,
+    host: str,
+    place: SharedFolder,
+    is_wanted: Callable[[Manifest], bool],
+    after: int,
 ) -> Loaded | None:
     connections = Connections(host)
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
         return load_newest(
             place, stage=binding.place().stage, settings=binding.settings(), transport=connections.channel("windows"),
-            is_wanted=is_wanted, after=binding.iteration, elastic=binding if config.elastic.is_elastic else None,
+            is_wanted=is_wanted, after=after, elastic=binding if config.elastic.is_elastic else None,
         )  # fmt: skip
     finally:
         connections.close()

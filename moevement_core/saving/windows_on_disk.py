@@ -49,6 +49,7 @@ class WindowsOnDisk:
         checkpointer: checkpointer whose windows are written.
         reports: reports to the people who run the job.
         job_name: name of the job's start, which windows carry; empty until the folder is first used.
+        began_at: iteration from which this start of the job began.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class WindowsOnDisk:
         checkpointer: Checkpointer,
         reports: Reports,
         job_name: str,
+        began_at: int,
     ) -> None:
+        self._began_at = began_at
         self.topology, self.job_name = topology, job_name
         self._binding, self._names, self._config = binding, names, config
         self._checkpointer, self._reports = checkpointer, reports
@@ -252,6 +255,8 @@ class WindowsOnDisk:
             report=self._reports.report,
             taken_over=lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
             left_behind=self._left_behind,
+            kept=self._config.disk.kept,
+            began_at=self._began_at,
             leaves_out=(leaves_out := self._config.strategy.persisted is not None),
             keep=self._keep if leaves_out else None,
         )

@@ -163,6 +163,7 @@ def build_session(
         checkpointer=checkpointer,
         reports=reports,
         job_name=policy.disk_job if policy is not None else "",
+        began_at=began_at,
     )
     watch = ProgressWatch(
         checkpointer=checkpointer,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moevement_core.util.flags import flag
+from moevement_core.storage.manifest import KEPT, Kept
+from moevement_core.util.flags import at_least, flag
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,22 @@ class DiskConfig:
         help="folder with windows. The job starts from the newest window if that window restores a later iteration "
         "than the checkpoint of --load. The folder may be empty, and may be the folder of --moevement-persist-dir",
     )  # fmt: skip
+    load_iteration: int | None = flag(
+        "--moevement-load-iteration", type=int, metavar="N", check=at_least(0),
+        help="with --moevement-load: start from the window that restores iteration N instead of the newest one; "
+        "`moevement windows DIR` lists the windows of a folder",
+    )  # fmt: skip
+    keep: int = flag(
+        "--moevement-keep-windows", type=int, default=KEPT, metavar="K", check=at_least(KEPT),
+        help=f"number of newest windows that stay in --moevement-persist-dir (default: {KEPT})",
+    )  # fmt: skip
+    keep_every: int | None = flag(
+        "--moevement-keep-windows-every", type=int, metavar="N", check=at_least(1),
+        help="keep in --moevement-persist-dir also the first window of each N iterations, for as long as the folder "
+        "exists (default: none)",
+    )  # fmt: skip
+
+    @property
+    def kept(self) -> Kept:
+        """Windows that stay in the folder."""
+        return Kept(self.keep, self.keep_every)

@@ -11,9 +11,12 @@ import itertools
 import os
 import re
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -116,6 +119,22 @@ def read_snapshot(path: Path) -> Snapshot:
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; another copy of the file is needed") from None
     return Snapshot(header, Buffer(buffer))
+
+
+def read_record(path: Path) -> Any:
+    """Return the boundary record in a snapshot file. Only the record's bytes are read, and not checked.
+
+    Raises:
+        SnapshotError: the file is missing, cut off, or of another version, or its header is damaged.
+    """
+    header, payload_at = _read(path)
+    try:
+        mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=payload_at, shape=(header.payload_bytes,))
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"{path}: {error}; another copy of the file is needed") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nothing writes to it
+        return Snapshot(header, Buffer(torch.from_numpy(mapped))).record()
 
 
 def payload_start(path: Path) -> int:

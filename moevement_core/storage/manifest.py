@@ -44,6 +44,12 @@ BY_ITERATION = ("iterations_to_skip",)
 """Names of settings that are lists of iterations. A job that loads a window compares its own list with the window's
 list, but only for the iterations that it will replay.
 """
+KEPT = 2
+"""Number of windows that stay on disk if no flag says otherwise.
+
+Nodes with their own folders each write a manifest of the newest window. If a node dies before it has done so, the job
+can load only the second newest window.
+"""
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
 
@@ -258,18 +264,43 @@ def remove_window(directory: Path, name: str) -> None:
             folder.rmdir()
 
 
-def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[str]) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """Rule for the windows of a job that stay on disk."""
+
+    count: int = KEPT
+    """Number of newest windows that stay."""
+    every: int | None = None
+    """Number of iterations of which the first window stays as well; None to keep no such windows."""
+
+    @property
+    def has_history(self) -> bool:
+        """True if windows stay to which a user may go back, also those from before the last start of the job."""
+        return self.count > KEPT or self.every is not None
+
+    def of(self, names: Collection[str]) -> set[str]:
+        """Return those of the windows ``names`` that stay. A second call with the result returns the same windows."""
+        oldest_first = sorted(names, key=lambda name: (reach_of(name), name))
+        kept = set(oldest_first[-self.count :])
+        if self.every is not None:
+            first_of = {reach_of(name) // self.every: name for name in reversed(oldest_first)}
+            kept |= set(first_of.values())
+        return kept
+
+
+def remove_windows(directory: Path, job: str, newest: str, kept: Collection[str], replaced: Collection[str]) -> None:
     """Delete windows that the job no longer needs, finished or not. A window that cannot be deleted stays.
 
     Args:
         directory: folder with the windows.
-        job: name under which the job writes windows now. Windows of this name that are older than ``oldest`` are
+        job: name under which the job writes windows now. Windows of this name that are older than ``newest`` are
             deleted.
-        oldest: name of the oldest window of the job that stays.
+        newest: name of the newest window of the job that is durable on every rank.
+        kept: names of windows that stay.
         replaced: names of further windows to delete, which an earlier start of the job or another job wrote.
     """
-    for name in set(own_windows(directory)):
-        if name in replaced or (name.endswith(f"_{job}") and name < oldest):
+    for name in set(own_windows(directory)) - set(kept):
+        if name in replaced or (name.endswith(f"_{job}") and name < newest):
             with suppress(OSError):
                 remove_window(directory, name)
 

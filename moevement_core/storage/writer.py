@@ -30,11 +30,13 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_o
 from moevement_core.storage.files import file_name, read_snapshot, write_snapshot
 from moevement_core.storage.manifest import (
     MARKER,
+    Kept,
     Manifest,
     is_of_job,
     make_window_folder,
     manifests,
     own_windows,
+    reach_of,
     remove_unfinished,
     remove_windows,
     sync_folder,
@@ -42,14 +44,6 @@ from moevement_core.storage.manifest import (
 from moevement_core.util.iterations import is_newer
 
 Report = Callable[[str], None]
-KEPT = 2
-"""Number of windows that stay on disk.
-
-Nodes with their own folders each write a manifest of the newest window. If a node dies before it has done so, the job
-can load only the second newest window.
-"""
-
-
 _Identity = tuple[int, int, str]
 """Rank, iteration and schedule of a snapshot."""
 
@@ -100,6 +94,9 @@ class WindowWriter:
             for the disk.
         left_behind: writers of earlier generations. While a stalled disk blocks one of them, this writer begins no
             window. Otherwise more and more stalled writers would keep snapshots in memory.
+        kept: rule for the windows that stay on disk; None for the default rule.
+        began_at: iteration from which this start of the job began. Later windows of earlier starts, or of other jobs in
+            the folder, are of a history that the job has left.
         leaves_out: True if files may leave out operators that older files hold.
         keep: function that takes over the snapshots of each window once the window is durable on every rank, so that
             they stay in memory. The writer's thread calls it. Strategies need it if files leave out operators, because
@@ -117,11 +114,13 @@ class WindowWriter:
         report: Report,
         taken_over: Callable[[], str | None] = lambda: None,
         left_behind: Sequence[WindowWriter] = (),
+        kept: Kept | None = None,
+        began_at: int = 0,
         *,
         leaves_out: bool = False,
         keep: Callable[[Sequence[SnapshotLease]], None] | None = None,
     ) -> None:
-        self._keep = keep
+        self._keep, self._kept, self._began_at = keep, kept or Kept(), began_at
         self.newest: int | None = None
         """Iteration whose state the newest window on disk restores; None without a window."""
         self.written_bytes = 0
@@ -145,7 +144,8 @@ class WindowWriter:
         """Window that the job is writing now; None if there is none."""
         self._last_begun: int | None = None
         """First snapshot of the newest window that the job has begun to write; None before the first."""
-        self._on_disk: list[str] = []
+        self._on_disk: set[str] = set()
+        """Names of the windows that this start of the job has on disk."""
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
         """Folder of the window that this rank wrote last, and the state that each file in the folder holds."""
         self._durable: _Window | None = None
@@ -277,7 +277,7 @@ class WindowWriter:
         with suppress(OSError):
             self._found = frozenset(self._windows_of_others())
             own = {manifest.name for manifest in manifests(self._folder.path) if manifest.job == self._job}
-            self._on_disk = sorted(own)[-KEPT:]
+            self._on_disk = own
 
     def _windows_of_others(self) -> set[str]:
         return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
@@ -365,8 +365,11 @@ class WindowWriter:
             self._refuse_if_taken_over()
             manifest.write(self._folder.path)
             self.newest = manifest.reaches
-            self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
-            remove_windows(self._folder.path, self._job, min(self._on_disk), self._found)
+            self._on_disk.add(manifest.name)
+            before = {name for name in self._found if reach_of(name) <= self._began_at}
+            kept = self._kept.of(self._on_disk | before if self._kept.has_history else self._on_disk)
+            remove_windows(self._folder.path, self._job, manifest.name, kept, replaced=self._found)
+            self._on_disk &= kept
         except OSError as error:
             self._report(
                 f"the manifest of the window that restores iteration {manifest.reaches} cannot be written: "

@@ -65,6 +65,7 @@ class SessionConfig:
                 f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; give a folder to "
                 "write the experts to"
             )
+        _refuse_without_folder(disk)
         elastic = from_args(ElasticConfig, args)
         if elastic.is_elastic and issubclass(strategy.kind, LosesUpdates):
             raise ConfigError(
@@ -109,6 +110,23 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
             "copies to peers: leave --moevement-replicas out"
         )
     return replace(copies, replicas=0)
+
+
+def _refuse_without_folder(disk: DiskConfig) -> None:
+    """Refuse flags about windows on disk without the flag that names their folder.
+
+    Raises:
+        ConfigError: such a flag is given.
+    """
+    if disk.load_iteration is not None and disk.load is None:
+        raise ConfigError(
+            f"--moevement-load-iteration {disk.load_iteration} without --moevement-load; give the folder of the windows"
+        )
+    if disk.kept.has_history and disk.persist_dir is None:
+        kept = f"-every {disk.keep_every}" if disk.keep_every is not None else f" {disk.keep}"
+        raise ConfigError(
+            f"--moevement-keep-windows{kept} without --moevement-persist-dir; give a folder to write windows to"
+        )
 
 
 def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:

@@ -14,6 +14,7 @@ from moevement_core.monitoring.config import MetricsConfig
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
+from moevement_core.storage.config import DiskConfig
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.trainer.config import add_session_flags
 from moevement_core.util.flags import add_flags, flags_of, from_args
@@ -39,6 +40,10 @@ RANGES: dict[type, dict[str, Range]] = {
     BudgetConfig: {
         "--moevement-host-memory-gb": OR_ENDLESS, "--moevement-log-memory-gb": OR_ENDLESS,
         "--moevement-bandwidth": POSITIVE, "--moevement-network-bandwidth": POSITIVE,
+    },
+    DiskConfig: {
+        "--moevement-load-iteration": NOT_NEGATIVE, "--moevement-keep-windows": Range(2),
+        "--moevement-keep-windows-every": AT_LEAST_ONE,
     },
     TimeoutsConfig: {"--moevement-peer-timeout": OR_ENDLESS, "--moevement-lease-seconds": Range(1.0)},
     DrillConfig: {

@@ -30,7 +30,8 @@ from tests.unit.policy.tables import equal_experts
 
 # The set is frozen, because a renamed flag breaks users' scripts: a change of one must change this set, too.
 FLAGS = {
-    "--moevement-elastic", "--moevement-join-wait",
+    "--moevement-elastic", "--moevement-join-wait", "--moevement-load-iteration", "--moevement-keep-windows",
+    "--moevement-keep-windows-every",
     "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",
@@ -144,6 +145,10 @@ def test_defaults_are_the_papers() -> None:
             ["--moevement-strategy", "moc", "--moevement-plt-limit", "3.75"],
             r"--moevement-plt-limit 3\.75\b.*\b0\b.*\b1\b",
         ),
+        (["--moevement-load-iteration", "5"], r"--moevement-load-iteration 5\b.*--moevement-load\b"),
+        (["--moevement-keep-windows", "5"], r"--moevement-keep-windows 5\b.*--moevement-persist-dir\b"),
+        (["--moevement-keep-windows", "1"], r"--moevement-keep-windows 1\b.*\b2\b"),
+        (["--moevement-keep-windows-every", "9"], r"--moevement-keep-windows-every 9\b.*--moevement-persist-dir\b"),
         (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
         (["--moevement-bandwidth", "fast"], r"--moevement-bandwidth fast\b.*\bauto\b"),
         (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),

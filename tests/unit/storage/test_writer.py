@@ -21,7 +21,7 @@ from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Part, Snapshot, SnapshotLease, digest_of
 from moevement_core.storage.files import file_name, read_snapshot
-from moevement_core.storage.manifest import MARKER, Manifest, make_window_folder, manifests, read_manifest
+from moevement_core.storage.manifest import MARKER, Kept, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.storage.writer import Folder, WindowWriter
 from tests.unit.recovery.toy import Toy
 
@@ -106,6 +106,54 @@ def test_a_window_gets_its_manifest_when_all_ranks_have_it(
     assert writer.writing is Writing.NOTHING
     close(writer)
     assert writer.newest == 5
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        (Kept(), [10, 9]),
+        (Kept(count=4), [10, 9, 8, 7]),
+        (Kept(every=4), [10, 9, 8, 4, 1]),
+        (Kept(count=3, every=5), [10, 9, 8, 5, 1]),
+    ],
+)
+def test_as_many_windows_stay_as_the_user_asks_for(
+    kept: Kept, left: list[int], tmp_path: Path, lender: Lender, reports: list[str]
+) -> None:
+    writer = writer_to(tmp_path, lender, reports, kept=kept)
+    for iteration in range(1, 11):
+        writer.begin(iteration, iteration)
+        assert settled(writer) is Writing.DURABLE
+        writer.learn(Writing.DURABLE)
+    close(writer)
+    assert [manifest.reaches for manifest in manifests(tmp_path)] == left
+
+
+def test_windows_of_a_history_that_the_job_left_go(tmp_path: Path, lender: Lender, reports: list[str]) -> None:
+    """Roll back to iteration 6 of a job that wrote windows to 10. Windows up to 6 stay, as far as they were asked for.
+
+    Without the flag, all windows of the other job go as soon as this job has written one.
+    """
+    first = writer_to(tmp_path, lender, reports, kept=Kept(count=9))
+    for iteration in range(2, 11, 2):
+        first.begin(iteration, iteration)
+        settled(first)
+        first.learn(Writing.DURABLE)
+    close(first)
+    second = WindowWriter(
+        Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append, kept=Kept(count=3), began_at=6
+    )
+    second.begin(7, 7)
+    settled(second)
+    second.learn(Writing.DURABLE)
+    close(second)
+    assert [(m.reaches, m.job) for m in manifests(tmp_path)] == [(7, "abcd.1"), (6, "abcd"), (4, "abcd")]
+    third = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, (), lender, lambda s: {}, reports.append, began_at=7)
+    third.begin(8, 8)
+    settled(third)
+    third.learn(Writing.DURABLE)
+    close(third)
+    assert [m.reaches for m in manifests(tmp_path)] == [8]
 
 
 def test_snapshots_of_a_durable_window_stay_in_memory_where_files_lack_operators(
