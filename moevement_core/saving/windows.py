@@ -21,7 +21,8 @@ from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
-from moevement_core.overhead.cap import FEWEST_CLEAR, Evidence
+from moevement_core.overhead.cap import Evidence
+from moevement_core.overhead.job_cost import JobCost
 from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.recoverable import RecoverableRun
@@ -127,6 +128,7 @@ class WindowDecisions:
         self._counts_again = False
         """True if tokens of re-executed iterations are counted again, because a rollback has lost their updates."""
         self._link_rate = LinkRate()
+        self._cost = JobCost()
         self._beyond: Schedule | None = None
         """Schedule that was last reported as too large for host memory; None without one."""
         self._said = ""
@@ -495,7 +497,7 @@ class WindowDecisions:
         Returns:
             None if no rank has measurements.
         """
-        cost = self._cost_of_all()
+        cost = self._cost_of_all(sum(checkpointer.memory.slots_here(now)) / now.size)
         iteration_s, delay_s = self._measured_delay()
         own: Sequence[int] = ()
         if iteration_s > 0:
@@ -523,18 +525,15 @@ class WindowDecisions:
             return math.inf
         return (committed - self._began_at) / self.failures
 
-    def _cost_of_all(self) -> Evidence | None:
-        """Return the mean cost of saving over the ranks that have measured it; None if no rank has.
+    def _cost_of_all(self, saved_bytes: float) -> Evidence | None:
+        """Return the cost of saving in the job; None if it is not known. Collective.
 
-        Ranks wait for each other in every iteration, so all ranks measure about the same cost.
+        Args:
+            saved_bytes: mean bytes that this rank saves in an iteration at present.
         """
-        own = self._meter.evidence()
-        has_measured = own.comparisons >= FEWEST_CLEAR
-        values = [1.0, own.share, own.error, own.comparisons] if has_measured else [0.0] * 4
-        total = torch.tensor(values, dtype=torch.float64)
-        self.topology.channels.job_group.reduce(total, Reduction.SUM)
-        ranks, share, error, comparisons = total.tolist()
-        return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
+        sums = torch.tensor(self._cost.report(self._meter.evidence(), saved_bytes), dtype=torch.float64)
+        self.topology.channels.job_group.reduce(sums, Reduction.SUM)
+        return self._cost.learn(sums.tolist(), has_failed=self.failures > 0)
 
     def _measured_delay(self) -> tuple[float, float]:
         """Return the seconds of an iteration without saving, and the seconds of delay that saving has caused.
