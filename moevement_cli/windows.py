@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     complete, unreadable = manifests_and_refused(folder)
     if not complete and not unreadable:
         raise ConfigError(f"{folder}: no window; give the folder of --moevement-persist-dir")
-    windows = [_window(folder, manifest) for manifest in complete]
+    windows = []
+    for manifest in complete:
+        with suppress(FileNotFoundError):  # a running job has deleted the window meanwhile
+            windows.append(_window(folder, manifest))
     if arguments.json:
         print(json.dumps({"windows": [vars(window) for window in windows], "unreadable": unreadable}))
         return 0

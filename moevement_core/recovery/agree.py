@@ -29,6 +29,10 @@ class RankStatus:
 
     A process that was a spare for some time may still have state of an earlier start.
     """
+    formation: int = 0
+    """Generation in which an elastic job took its present ranks, when the rank last trained."""
+    formed_at: int = 0
+    """Iteration from which the job went on in :attr:`formation`."""
     began_at: int | None = 0
     """Iteration that the job started from: 0, or that of the checkpoint or window that it loaded. None if the job may
     also resume from that iteration, because the memory of its ranks has the state.
@@ -55,7 +59,7 @@ class ResumePoint:
     """Iteration from which the job resumes, and what ranks have to do first; every rank computes an equal result."""
 
     iteration: int
-    """Newest iteration that any rank is known to have committed."""
+    """Newest iteration that any rank is known to have committed, or :data:`ONLY_SNAPSHOTS`."""
     lost_ranks: frozenset[int]
     """Ranks that have no training state of a committed iteration, such as replacements."""
     lost_stages: frozenset[int]
@@ -72,6 +76,10 @@ class ResumePoint:
     """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
     persisted: int | None = None
     """First snapshot of the newest run that any rank knows to be persisted on every rank; None without one."""
+
+
+ONLY_SNAPSHOTS = -1
+"""Resume iteration of an elastic job of which no rank has the state of an iteration. Snapshots may have it."""
 
 
 class NothingToResume(Exception):
@@ -92,7 +100,7 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     """
     if not any(status.was_training for status in statuses):
         raise NothingToResume("no rank that trained is left")
-    statuses = _of_newest_start(statuses)
+    statuses = _of_one_history(statuses)
     survivors = [status for status in statuses if status.was_training]
     records = [(rank, status, False) for rank, status in enumerate(statuses) if status.was_training]
     # A rank whose recovery was interrupted lacks the state of the target iteration. But it keeps the status of a rank
@@ -101,11 +109,17 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         (rank, status.goal, True) for rank, status in enumerate(statuses) if status.was_training and status.goal
     ]
     newest = max((status.committed for _, status, _ in records if status.committed is not None), default=None)
+    if newest is None and survivors and all(status.began_at is None for status in survivors):
+        return _from_snapshots(statuses)
     if newest is None or newest == survivors[0].began_at:
         raise NothingToResume("no iteration was committed yet")
     holders = [status for status in statuses if _has_state(status, newest)]
     all_went_on = all(status.committed == newest and status.has_begun_next for status in holders)
-    is_between = not (any(status.is_last for status in survivors) and holders and all_went_on)
+    # The last rank prints and logs the results of evaluations, so it must have trained as well.
+    is_last_here = any(
+        status.is_last and (status.committed is None or _has_state(status, newest)) for status in survivors
+    )
+    is_between = not (is_last_here and holders and all_went_on)
     reference, _, reference_is_goal = next(
         record for record in records if record[1].committed == newest and (is_between or record[1].has_begun_next)
     )
@@ -132,15 +146,37 @@ def _has_state(status: RankStatus, newest: int) -> bool:
     return status.committed == newest or (status.committed == newest - 1 and status.may_follow)
 
 
-def _of_newest_start(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
-    """Return ``statuses``, in which ranks with state of an earlier start of the job have no state."""
-    newest = max(status.start for status in statuses if status.was_training)
-    return [
-        replace(status, was_training=False, committed=None, goal=None)
-        if status.was_training and status.start < newest
-        else status
-        for status in statuses
-    ]
+def _from_snapshots(statuses: Sequence[RankStatus]) -> ResumePoint:
+    """Return the point of an elastic job in which only snapshots hold state, because each update was torn."""
+    everyone = range(len(statuses))
+    return ResumePoint(
+        iteration=ONLY_SNAPSHOTS,
+        lost_ranks=frozenset(everyone),
+        lost_stages=frozenset(status.stage for status in statuses),
+        followers=frozenset(),
+        reference=next(rank for rank in everyone if statuses[rank].was_training),
+        reference_is_goal=False,
+        is_between=True,
+    )
+
+
+def _of_one_history(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
+    """Return ``statuses`` without states of other histories, which former spares of an elastic job may have.
+
+    State of an earlier start does not count. The state of an earlier formation counts if the newest formation went on
+    from it. If it is of a later iteration, the newest formation executed this iteration again.
+    """
+    newest = max((status for status in statuses if status.was_training), key=lambda each: (each.start, each.formation))
+
+    def fitted(status: RankStatus) -> RankStatus:
+        if not status.was_training or (status.start, status.formation) == (newest.start, newest.formation):
+            return status
+        if status.start < newest.start:
+            return replace(status, was_training=False, committed=None, goal=None)
+        is_of_history = status.committed is not None and status.committed <= newest.formed_at
+        return replace(status, may_follow=False, is_last=False, committed=status.committed if is_of_history else None)
+
+    return list(map(fitted, statuses))
 
 
 def peers_of_followers(statuses: Sequence[RankStatus], point: ResumePoint) -> dict[int, int | None]:
@@ -150,6 +186,6 @@ def peers_of_followers(statuses: Sequence[RankStatus], point: ResumePoint) -> di
     """
     applied: dict[int, int] = {}
     for rank, status in enumerate(statuses):
-        if status.committed == point.iteration:
+        if status.committed == point.iteration and rank not in point.lost_ranks:
             applied.setdefault(status.replica, rank)
     return {rank: applied.get(statuses[rank].replica) for rank in point.followers}

@@ -53,6 +53,11 @@ def load_window(
         RecoveryError: windows exist, but none of them is complete.
     """
     flips.begin(config.drill.flips)
+    if asked_step is not None and config.disk.load_iteration is not None:
+        raise ConfigError(
+            f"--moevement-load-iteration {config.disk.load_iteration} with --ckpt-step {asked_step}; a job starts from "
+            "one of the two, so leave the other out"
+        )
     host = own_address()
     loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:

@@ -34,6 +34,8 @@ from moevement_core.trainer.equal_bits import arithmetic_of_all
 from moevement_core.util.iterations import is_newer
 from moevement_core.util.lock import FolderLock, other_holder
 
+MOST_READ = 4
+"""Largest number of windows that a recovery considers; a user may keep many more on disk."""
 TIMEOUT_S = 600.0
 """Longest time in seconds that the job waits at its end for the window that is being written."""
 
@@ -169,7 +171,7 @@ class WindowsOnDisk:
             for manifest in windows_of_all(self._place)
             if manifest.job == self.job_name and manifest.reaches <= until and is_newer(manifest.reaches, newest_dense)
         ]
-        return JobWindows(self._place, windows)
+        return JobWindows(self._place, windows[:MOST_READ])
 
     def close(self) -> tuple[int | None, int, int, float]:
         """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.

@@ -56,6 +56,8 @@ class Resizing:
 
     formation: Formation | None = None
     """Layouts of all ranks since the job last changed its ranks."""
+    formed_at: int = 0
+    """Iteration from which the job went on in :attr:`formation`."""
     start: int = 0
     """Number of the start of the job since which the state of this process has been trained; 0 is the first."""
     kept: KeptState | None = None
@@ -71,7 +73,7 @@ class Resizing:
         now = generation()
         layouts = tuple(all_gather_objects(binding.recut().layout(), RankLayout))
         self.formation = Formation(now.roster.generation if now is not None else 0, layouts)
-        self.start = start
+        self.start, self.formed_at = start, binding.iteration
 
     def report(self, session: Session | None) -> RankReport:
         """Return the report of this rank for the meeting of all ranks.
@@ -84,7 +86,12 @@ class Resizing:
         report = report_of(session, None)
         if session is None:
             return report
-        return replace(report, status=replace(report.status, start=self.start, began_at=None))
+        assert self.formation is not None
+        status = replace(
+            report.status, start=self.start, formation=self.formation.generation, formed_at=self.formed_at,
+            began_at=None,
+        )  # fmt: skip
+        return replace(report, status=status)
 
     def keep(self, session: Session | None) -> None:
         """Copy this rank's state to host memory, unless that was done in a change of ranks that a failure interrupted.

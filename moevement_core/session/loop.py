@@ -216,7 +216,6 @@ class _Loop(Training, Rebuilder):
         else:
             session.begin_training()
         self._has_begun = True
-        self._resizing.forget()
         self._resumed_in = now.roster.generation if now is not None else -1
         Lines(session.binding, session.saving.began_at).write(session.binding.iteration)
         try:
@@ -234,6 +233,11 @@ class _Loop(Training, Rebuilder):
         """Start the job from a window on disk, or from its beginning. Every rank calls it."""
         names = agree_on_names()
         binding = self.build(names, ())
+        if self._config.elastic.is_elastic and "world_size" not in binding.settings():
+            raise ConfigError(
+                f"{SWITCH}: settings() of the binding has no world_size, by which the job tells windows of another "
+                "size; return it, or leave the flag out"
+            )
         loaded = load_window(binding, self._config, names, is_resumed=False)
         self.begin_record(binding)
         if names.is_restart:
@@ -318,6 +322,11 @@ class _Loop(Training, Rebuilder):
         binding.regroup()
         self._lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
         return binding
+
+    @override
+    def has_state(self) -> None:
+        self._has_begun = True
+        self._resizing.forget()
 
     @override
     def begin_record(self, binding: Binding) -> None:

@@ -45,6 +45,8 @@ class Offer:
     """Position of the rank before the change; None if the rank does not have the newest iteration."""
     data: Plain = field(default_factory=lambda: Plain(None))
     """Result of ``Recut.offer`` on the rank."""
+    world: int = 0
+    """Number of ranks that the job had when the rank last trained; 0 if the rank is new."""
 
 
 class Rebuilder(ABC):
@@ -67,6 +69,14 @@ class Rebuilder(ABC):
         """
 
     @abstractmethod
+    def has_state(self) -> None:
+        """Record that this rank has its state, and free the state that it kept during the change of ranks.
+
+        Called inside the training loop, before an evaluation or save that is due. From here on, a failure interrupts a
+        rank that has begun to train.
+        """
+
+    @abstractmethod
     def begin_record(self, binding: Binding) -> None:
         """Open the record of the run again, on the last of the present ranks. Collective.
 
@@ -80,6 +90,7 @@ class Resized:
     """State from which this rank continues training after the job changed its ranks."""
 
     session: Session
+    rebuilder: Rebuilder
     until: int
     """Iteration whose state all ranks have when training resumes."""
     boundary: Mapping[str, Any] | None
@@ -101,15 +112,15 @@ class Resized:
         """Restore the rest of the state, and report the change. Collective.
 
         Every rank calls it inside the training loop, before its first iteration. If the state comes from snapshots, the
-        recovery runs here. The rank keeps its old state until :meth:`Resizing.forget`, so a further failure loses
-        nothing.
+        recovery runs here. The rank keeps its old state until then, so a further failure loses nothing.
         """
         session, binding = self.session, self.session.binding
         if self.boundary is not None:
             binding.put_boundary(self.boundary)
-            if self.outcome:
+            if self.outcome or any(self.results.values()):
                 binding.recut().put_results(self.until, self.results, self.outcome)
         session.begin_training()
+        self.rebuilder.has_state()
         _report(self)
         binding.on_recovered(self.until, {}, is_between=self.is_between)
 
@@ -146,19 +157,25 @@ def resize(resizing: Resizing, session: Session | None, config: SessionConfig, r
     binding = rebuilder.build(names, offers)
     resizing.formed(binding, meeting.reached.status.start)
     try:
-        return _resized(kept, meeting, offers, binding=binding, config=config, names=names, rebuilder=rebuilder)
+        return _resized(resizing, meeting, offers, binding=binding, config=config, names=names, rebuilder=rebuilder)
     except StateMissing as why:
         raise NothingToResume(str(why)) from None
 
 
 def _offer(kept: KeptState | None, meeting: Meeting) -> Offer:
-    if kept is None or kept.mark_of(meeting.point.iteration) is None:
-        return Offer()
-    return Offer(kept.layout, Plain(kept.offer))
+    if kept is None or not _has_newest(kept, meeting):
+        return Offer(world=0 if kept is None else kept.layout.world)
+    return Offer(kept.layout, Plain(kept.offer), kept.layout.world)
+
+
+def _has_newest(kept: KeptState, meeting: Meeting) -> bool:
+    """Return True if a rank has the state of the resume iteration, and of the same history as the other ranks."""
+    is_lost = dist.get_rank() in meeting.point.lost_ranks
+    return not is_lost and kept.mark_of(meeting.point.iteration) is not None
 
 
 def _resized(
-    kept: KeptState | None,
+    resizing: Resizing,
     meeting: Meeting,
     offers: Sequence[Offer],
     binding: Binding,
@@ -171,13 +188,15 @@ def _resized(
     Raises:
         StateMissing: memory does not hold the whole state. Every rank raises it.
     """
+    kept = resizing.kept
     is_verified, until, prepared = config.verify is not Verify.NOTHING, meeting.point.iteration, None
-    results = _results(kept, until)
-    boundary = _live_boundary(kept, meeting, binding)
+    live = kept if kept is not None and _has_newest(kept, meeting) else None
+    results = _results(live, until)
+    boundary = _live_boundary(live, meeting, binding)
     try:
         if not all(all_gather_objects(boundary is not None, bool)):
             raise StateMissing("a pipeline stage has no survivor with the state of the newest iteration")
-        exchanged = _bring_live(kept, until, binding, is_verified=is_verified)
+        exchanged = _bring_live(live, binding, is_verified=is_verified)
         progress = boundary["progress"] if boundary is not None else {}
     except StateMissing as why:
         rebuilt = prepare_from_snapshots(kept.snapshots if kept is not None else (), binding, is_verified=is_verified)
@@ -186,49 +205,49 @@ def _resized(
         if dist.get_rank() == 0:
             log.info(f"{why}; snapshots restore the state after iteration {until}")
     binding.put_progress(progress)
+    resizing.formed_at = until
     binding.resume(until, meeting.reached.run_totals)
     rebuilder.begin_record(binding)
     return Resized(
         build_session(binding, config, names, prepared, snapshots_before=kept.snapshots if kept is not None else ()),
+        rebuilder,
         until=until,
         boundary=boundary,
         is_between=meeting.point.is_between or until < meeting.point.iteration,
         results=results,
         outcome=meeting.reached.outcome if prepared is None else {},
-        world_before=max(offer.layout.world for offer in offers if offer.layout is not None),
+        world_before=max(offer.world for offer in offers),
         exchanged=exchanged,
         usable_at=meeting.usable_at,
         brought_at=time.time(),
     )
 
 
-def _results(kept: KeptState | None, iteration: int) -> dict[RankLayout, Any]:
+def _results(live: KeptState | None, iteration: int) -> dict[RankLayout, Any]:
     """Return the results of ``iteration`` on all survivors that have it. Collective."""
-    own = None
-    if kept is not None and kept.mark_of(iteration) is not None:
-        own = (kept.layout, Plain(kept.results))
+    own = None if live is None else (live.layout, Plain(live.results))
     sent = all_gather_objects(own, tuple[RankLayout, Plain] | None)
     return {layout: results.value for layout, results in filter(None, sent)}
 
 
-def _live_boundary(kept: KeptState | None, meeting: Meeting, binding: Binding) -> Mapping[str, Any] | None:
+def _live_boundary(live: KeptState | None, meeting: Meeting, binding: Binding) -> Mapping[str, Any] | None:
     """Return the boundary record with which this rank continues from the newest iteration. Collective.
 
     Returns:
         The record, without the state that moves as pieces; None if no survivor of the same stage has one.
     """
     own: dict[RankLayout, Mapping[str, Any]] = {}
-    if kept is not None and (mark := kept.mark_of(meeting.point.iteration)) is not None:
+    if live is not None and (mark := live.mark) is not None:
         is_complete = not meeting.point.is_between and mark.resumed is not None
-        own = {kept.layout: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
+        own = {live.layout: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
     recut = binding.recut()
     nearest = nearest_of_stage(own, recut.layout())
     return None if nearest is None else recut.fitted_boundary(nearest[1], nearest[0])
 
 
 @torch.no_grad()
-def _bring_live(kept: KeptState | None, iteration: int, binding: Binding, *, is_verified: bool) -> Exchanged:
-    """Fill a newly built model with the state that survivors have after ``iteration``. Collective.
+def _bring_live(live: KeptState | None, binding: Binding, *, is_verified: bool) -> Exchanged:
+    """Fill a newly built model with the state that survivors have after the resume iteration. Collective.
 
     Returns:
         The number of moved bytes, and the compared digests.
@@ -238,7 +257,7 @@ def _bring_live(kept: KeptState | None, iteration: int, binding: Binding, *, is_
         RecoveryError: replicas differ, or a digest differs after the transfer; every rank raises this error.
     """
     recut = binding.recut()
-    held = kept.pieces if kept is not None and kept.mark_of(iteration) is not None else ()
+    held = live.pieces if live is not None else ()
     exchanged = bring_pieces(held, recut.pieces(recut.layout()), is_verified=is_verified)
     recut.filled()
     return exchanged

@@ -147,7 +147,10 @@ class Lines:
         if record is not None:
             wait_until_held()
             newest = record.newest_metric()
-            for iteration in range((newest["iteration"] if newest else self._began_at) + 1, until + 1):
+            first = (
+                newest["iteration"] + 1 if newest else min(self._began_at + 1, until if until in losses else until + 1)
+            )
+            for iteration in range(first, until + 1):
                 own = fields if fields and iteration == until else {"iteration_s": None, "recovered": True}
                 record.metric(iteration=iteration, **_line(losses.get(iteration, {})), time=time.time(), **own)
         for iteration in [each for each in losses if each < until]:

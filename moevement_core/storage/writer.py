@@ -36,7 +36,6 @@ from moevement_core.storage.manifest import (
     make_window_folder,
     manifests,
     own_windows,
-    reach_of,
     remove_unfinished,
     remove_windows,
     sync_folder,
@@ -144,8 +143,6 @@ class WindowWriter:
         """Window that the job is writing now; None if there is none."""
         self._last_begun: int | None = None
         """First snapshot of the newest window that the job has begun to write; None before the first."""
-        self._on_disk: set[str] = set()
-        """Names of the windows that this start of the job has on disk."""
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
         """Folder of the window that this rank wrote last, and the state that each file in the folder holds."""
         self._durable: _Window | None = None
@@ -276,8 +273,6 @@ class WindowWriter:
     def _look_around(self) -> None:
         with suppress(OSError):
             self._found = frozenset(self._windows_of_others())
-            own = {manifest.name for manifest in manifests(self._folder.path) if manifest.job == self._job}
-            self._on_disk = own
 
     def _windows_of_others(self) -> set[str]:
         return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
@@ -365,11 +360,8 @@ class WindowWriter:
             self._refuse_if_taken_over()
             manifest.write(self._folder.path)
             self.newest = manifest.reaches
-            self._on_disk.add(manifest.name)
-            before = {name for name in self._found if reach_of(name) <= self._began_at}
-            kept = self._kept.of(self._on_disk | before if self._kept.has_history else self._on_disk)
+            kept = self._kept.of(self._finished())
             remove_windows(self._folder.path, self._job, manifest.name, kept, replaced=self._found)
-            self._on_disk &= kept
         except OSError as error:
             self._report(
                 f"the manifest of the window that restores iteration {manifest.reaches} cannot be written: "
@@ -379,6 +371,18 @@ class WindowWriter:
             self._report(
                 f"the manifest of the window that restores iteration {manifest.reaches} is not written: {error}"
             )
+
+    def _finished(self) -> set[str]:
+        """Return the names of the finished windows in the folder that may stay.
+
+        These are the windows of this start of the job. If the user wants older windows, those from before the start are
+        among them, as far as they belong to the history of the job.
+        """
+        return {
+            manifest.name
+            for manifest in manifests(self._folder.path)
+            if manifest.job == self._job or (self._kept.has_history and manifest.reaches <= self._began_at)
+        }
 
     def _hand_over(self, window: _Window) -> None:
         if self._keep is None or self._abandoned:  # After a failure, a recovery may be reading the kept snapshots.

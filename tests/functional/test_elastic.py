@@ -294,6 +294,19 @@ def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> N
 
 
 @pytest.mark.full
+def test_a_spare_that_has_just_got_its_state_keeps_it_through_a_second_failure(tmp_path: Path) -> None:
+    """Kill a rank, and the only other rank in the evaluation that the job repeats after the spare has joined."""
+    survived = survive(
+        2, 1, tmp_path / "elastic", options=GONE,
+        inject=("rank=1,iteration=6,phase=step", "rank=0,iteration=6,phase=eval"),
+        **ELASTIC | {"eval_iters": 1, "eval_interval": 3},
+    )  # fmt: skip
+    assert survived.events("restart") == []
+    assert [(event["world_size"], event["iteration"]) for event in resized(survived)][-1] == (1, 6)
+    survived.check_metrics(9)
+
+
+@pytest.mark.full
 def test_a_loss_right_after_a_resize_goes_back_to_before_it(tmp_path: Path) -> None:
     """Kill a second rank, and with it its shard, before peers have a window of the new size."""
     survived = survive(

@@ -62,6 +62,11 @@ class MegatronRebuilder(Rebuilder):
         return binding
 
     @override
+    def has_state(self) -> None:
+        self._process.job.has_begun = True
+        self._process.resizing.forget()
+
+    @override
     def begin_record(self, binding: Binding) -> None:
         from megatron.training import get_args
 

@@ -152,7 +152,8 @@ def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | No
         Unrecoverable: no rank has a state that the recovery needs. All ranks then meet again, and set the job up from a
             window on disk, from a dense checkpoint, or from the seed.
     """
-    job, config = process.job, run.session
+    # No variable here refers to the job, because a resized job must be able to free its old model.
+    config = run.session
     if config is None:  # a job without sparse checkpointing keeps no snapshots
         process.start_over()
         return False
@@ -160,7 +161,7 @@ def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | No
         if config.elastic.is_elastic:
             _resize(process, config, MegatronRebuilder(process, run, setup, groups=groups, first=first))
         else:
-            _rejoin(job, run, config, setup=setup, groups=groups, first=first)
+            _rejoin(process.job, run, config, setup=setup, groups=groups, first=first)
     except NothingToResume as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
@@ -168,7 +169,7 @@ def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | No
         process.start_over()
         return False
     except Unrecoverable:  # At the next meeting, this rank reports that it has no state.
-        job.has_begun = False
+        process.job.has_begun = False
         raise
     return True
 
@@ -250,7 +251,6 @@ def enter_loop(process: Process) -> Wrapper:
             elif job.session is not None:
                 job.session.begin_training()
             job.has_begun = True
-            process.resizing.forget()
             if (now := generation()) is not None:
                 job.resumed_in = now.roster.generation
                 validate_first_iteration()

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from moevement_core.recovery.agree import NothingToResume, RankStatus, ResumePoint, decide, peers_of_followers
+from moevement_core.recovery.agree import (
+    ONLY_SNAPSHOTS,
+    NothingToResume,
+    RankStatus,
+    ResumePoint,
+    decide,
+    peers_of_followers,
+)
 
 
 def _at(committed: int | None, stage: int, *, begun: bool = True, replica: int = 0) -> RankStatus:
@@ -89,6 +96,29 @@ def test_copies_of_state_cannot_follow_and_old_starts_do_not_count() -> None:
     point = decide([copy, new, replace(_at(9, 0), start=0)])
     assert (point.iteration, point.followers, point.lost_ranks) == (8, frozenset(), {0, 2})
     assert decide([replace(_at(8, 0), began_at=None)]).iteration == 8
+
+
+def test_a_former_spare_has_state_of_the_history_only_up_to_the_new_formation() -> None:
+    """Check the former spares of a job that went on from iteration 20 with other ranks, in generation 5."""
+    now = replace(_at(21, 0), formation=5, formed_at=20, began_at=None)
+    before = replace(_at(20, 0), formation=3, began_at=None, is_last=True)
+    point = decide([now, before, replace(before, committed=21)])
+    assert (point.iteration, point.followers, point.lost_ranks) == (21, frozenset(), {1, 2})
+    assert point.is_between
+    as_new = replace(now, committed=20)
+    assert decide([as_new, before, replace(before, committed=21)]).lost_ranks == {2}
+
+
+def test_an_elastic_job_of_which_each_update_was_torn_goes_back_to_snapshots() -> None:
+    torn = replace(_at(None, 1), began_at=None)
+    point = decide([_new(0), torn])
+    assert (point.iteration, point.reference, point.lost_ranks) == (ONLY_SNAPSHOTS, 1, {0, 1})
+
+
+def test_nobody_follows_a_peer_of_an_earlier_start() -> None:
+    old = replace(_at(8, 0), start=0)
+    statuses = [old, replace(_at(7, 0), start=1), replace(_at(8, 1, begun=False, replica=1), start=1)]
+    assert peers_of_followers(statuses, decide(statuses)) == {1: None}
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,20 @@ def test_windows_of_a_history_that_the_job_left_go(tmp_path: Path, lender: Lende
     assert [m.reaches for m in manifests(tmp_path)] == [8]
 
 
+def test_a_window_that_was_never_finished_is_none_to_keep(tmp_path: Path, lender: Lender, reports: list[str]) -> None:
+    """Leave an unfinished window of iteration 4, the first of its four, as a job does that fails in the middle."""
+    make_window_folder(tmp_path, "window_0000004_abcd")
+    writer = WindowWriter(
+        Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append, kept=Kept(every=4), began_at=4
+    )
+    for iteration in range(5, 10):
+        writer.begin(iteration, iteration)
+        settled(writer)
+        writer.learn(Writing.DURABLE)
+    close(writer)
+    assert [m.reaches for m in manifests(tmp_path)] == [9, 8, 5]
+
+
 def test_snapshots_of_a_durable_window_stay_in_memory_where_files_lack_operators(
     tmp_path: Path, lender: Lender, reports: list[str]
 ) -> None:
