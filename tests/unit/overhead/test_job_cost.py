@@ -1,4 +1,4 @@
-"""All ranks know the same cost of saving, and after a failure also that of windows which are not measured yet."""
+"""Cost of saving in the whole job: ranks agree on it, and after a failure also for windows not measured yet."""
 
 from __future__ import annotations
 
