@@ -216,11 +216,17 @@ def _resized(
         is_between=meeting.point.is_between or until < meeting.point.iteration,
         results=results,
         outcome=meeting.reached.outcome if prepared is None else {},
-        world_before=max(offer.world for offer in offers),
+        world_before=_world_before(offers),
         exchanged=exchanged,
         usable_at=meeting.usable_at,
         brought_at=time.time(),
     )
+
+
+def _world_before(offers: Sequence[Offer]) -> int:
+    """Return the number of ranks before the change. A former spare may know an earlier number."""
+    of_newest = [offer.layout.world for offer in offers if offer.layout is not None]
+    return max(of_newest or [offer.world for offer in offers])
 
 
 def _results(live: KeptState | None, iteration: int) -> dict[RankLayout, Any]:

@@ -184,7 +184,8 @@ def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tm
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm)
 
 
-GROWING = {"train_iters": 16, "save_interval": 1, "moevement_join_wait": 0.5}
+GROWING = {"train_iters": 60, "save_interval": 1, "moevement_join_wait": 0.5}
+"""Flags of a job that runs for some seconds after the loss, because a new process needs seconds to join."""
 BACK = ("--respawn-after", "0.5")
 """Launcher options with which a killed process starts again while the job runs with fewer ranks."""
 
@@ -208,13 +209,13 @@ def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Pa
     smaller, larger = resized(survived)
     assert [smaller["world_size"], larger["world_before"], larger["world_size"]] == [2, 2, nproc]
     assert larger["digests_equal"]
-    survived.check_metrics(16)
+    survived.check_metrics(60)
     if layout == "slots":
         other = fresh_with_slots(
-            nproc, tmp_path / "fresh", saved, survived, larger["iteration"], **overrides, train_iters=16
+            nproc, tmp_path / "fresh", saved, survived, larger["iteration"], **overrides, train_iters=60
         )
     else:
-        other = fresh(nproc, tmp_path / "fresh", saved, larger["iteration"], **overrides, train_iters=16)
+        other = fresh(nproc, tmp_path / "fresh", saved, larger["iteration"], **overrides, train_iters=60)
     # The generator of expert weights may differ on the rank that joined: that rank has its own, and the fresh job loads
     # the generator of a saved rank. No iteration uses this generator. Dropout uses the others, so equal losses show
     # that those are equal.
@@ -291,6 +292,7 @@ def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> N
     lines = {line["iteration"]: line for line in survived.record.metrics()}
     assert lines[6]["grad_norm"] is not None
     assert (tmp_path / "models").read_text() == "1"
+    assert set((tmp_path / "alive").read_text().split()) == {"0"}
 
 
 @pytest.mark.full
@@ -325,12 +327,25 @@ import gc
 import sys
 from pathlib import Path
 
-sys.argv[0] = {script!r}
-exec(compile(Path({script!r}).read_text(), {script!r}, "exec"), globals())
 from megatron.core.distributed import DistributedDataParallel
 
+build = DistributedDataParallel.__init__
+
+
+def alive():
+    return sum(type(one) is DistributedDataParallel for one in gc.get_objects())
+
+
+def counted(self, *args, **kwargs):
+    with open(Path({folder!r}, "alive"), "a") as file:
+        file.write(f"{{alive() - 1}}\\n")  # the new model is not finished, and among the objects
+    build(self, *args, **kwargs)
+
+
+DistributedDataParallel.__init__ = counted
+sys.argv[0] = {script!r}
+exec(compile(Path({script!r}).read_text(), {script!r}, "exec"), globals())
 gc.unfreeze()
 gc.collect()
-count = sum(type(one) is DistributedDataParallel for one in gc.get_objects())
-Path({folder!r}, "models").write_text(str(count))
+Path({folder!r}, "models").write_text(str(alive()))
 """
