@@ -63,6 +63,7 @@ def test_the_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(saving: tuple[str
     assert losses(survived, at) == losses(fresh, at)
 
 
+@pytest.mark.slow("a process joins while the job runs")
 def test_the_job_grows_again_and_loses_nothing(tmp_path: Path) -> None:
     fault = ("--moevement-inject", "rank=0,iteration=5,phase=forward")
     survived = run(tmp_path / "run", 2, ("--respawn-after", "0.5"), *EVERY, *fault, iterations=600)
