@@ -236,7 +236,10 @@ def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, 
         mtbf_s: mean seconds between failures, for the speed of the machine in the profile.
     """
     if name in SPARSE:
-        saved = replace(scenario.checkpointing, window=snapshots or None, period=max(interval, snapshots) or None)
+        # A simulated stage has the operators of one rank, so it may have fewer slots than the window of a real one.
+        most = max(len(stage.table) for stage in scenario.costs().plan.stages)
+        window = min(snapshots, most)
+        saved = replace(scenario.checkpointing, window=window or None, period=max(interval, window) or None)
         scenario = replace(scenario, checkpointing=saved)
     build = SIMULATED[name]
     strategy = build(scenario.costs(), mtbf_s, max(1, interval))
