@@ -67,7 +67,7 @@ class Resizing:
         """Record the layouts of all ranks, after every rank has built its model. Collective.
 
         Args:
-            binding: binding of this rank.
+            binding: binding of this rank, at the iteration from which the job goes on.
             start: number of the start of the job since which the ranks have trained.
         """
         now = generation()

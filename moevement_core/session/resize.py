@@ -155,7 +155,6 @@ def resize(resizing: Resizing, session: Session | None, config: SessionConfig, r
         torch.cuda.empty_cache()
     names = agree_on_names()
     binding = rebuilder.build(names, offers)
-    resizing.formed(binding, meeting.reached.status.start)
     try:
         return _resized(resizing, meeting, offers, binding=binding, config=config, names=names, rebuilder=rebuilder)
     except StateMissing as why:
@@ -205,7 +204,7 @@ def _resized(
         if dist.get_rank() == 0:
             log.info(f"{why}; snapshots restore the state after iteration {until}")
     binding.put_progress(progress)
-    resizing.formed_at = until
+    resizing.formed(binding, meeting.reached.status.start)
     binding.resume(until, meeting.reached.run_totals)
     rebuilder.begin_record(binding)
     return Resized(
