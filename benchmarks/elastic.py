@@ -50,7 +50,7 @@ from moevement_core.elastic.placement import (
     survival,
 )
 from moevement_core.simulator.availability import Change, changes, nodes_over_time, segment
-from moevement_core.simulator.elastic import ElasticTraining, System, Trained, most_loaded
+from moevement_core.simulator.elastic import ElasticTraining, System, TrainedElastically, most_loaded
 
 SHOWN = ("GPT-S", "GPT-L")
 """Models of the tables except those of single failures."""
@@ -208,7 +208,7 @@ def spot_rows(model: str, tokens: Tokens, trace: list[Change]) -> list[list[str]
     length = trace[-1].at_s
     begins = [begin for begin in np.arange(1800.0, length - SEGMENT_S, SEGMENT_S)]
     rows: list[list[str]] = []
-    results: dict[System, list[Trained]] = {}
+    results: dict[System, list[TrainedElastically]] = {}
     nodes = []
     for system in System:
         for begin_s in begins:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.lazarus_testbed import MODELS, NODES, RECORD_EVERY, SAMPLES_OF_NODE, Tokens, job_of, loads_of
 from moevement_core.simulator.availability import Change
-from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, TrainedElastically
 
 ORDERS = 10
 LOST = NODES // 2
@@ -48,7 +48,7 @@ PUBLISHED = {
 class Failing(NamedTuple):
     """Result of one system on nodes that fail one by one, over all orders."""
 
-    trained: list[Trained]
+    trained: list[TrainedElastically]
     rates: list[list[float]]
     """Samples per second in each period between two failures, for each order.
 
@@ -73,7 +73,7 @@ def node_names() -> list[str]:
 
 def fail_one_by_one(
     job: ElasticJob, system: System, loads: Tokens, lost: Sequence[str], *, between_s: float
-) -> tuple[Trained, list[float]]:
+) -> tuple[TrainedElastically, list[float]]:
     """Simulate a training that loses a node after each period, and return the result with the rate of each period.
 
     Args:

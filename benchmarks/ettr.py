@@ -33,7 +33,7 @@ from benchmarks.ettr_page import HALVED_AT, PLOT, Halved, Jobs, page
 from benchmarks.ettr_results import FILE, Planned, Results
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import OverLinks, predicted
-from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
+from moevement_cli.ettr_samples import FREE, NEVER, JobSample, plot, sample_of
 from moevement_cli.killed_job import KilledJob, watch
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.overhead.fields import recorded_overhead
@@ -183,7 +183,7 @@ class Runs:
     free: dict[float, KilledJob] = field(default_factory=dict)
     """Job that saves nothing, by the rate of links."""
 
-    def result(self, planned: Planned) -> Sample | Halved:
+    def result(self, planned: Planned) -> JobSample | Halved:
         """Run a job, and return its result."""
         if planned.is_halved:
             return self._halved(planned)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.papers.common import table
-from moevement_cli.ettr_samples import FREE, HEADER, Ettr, Sample, ettr_of, rows_of, saving_costs
+from moevement_cli.ettr_samples import FREE, HEADER, Ettr, JobSample, ettr_of, rows_of, saving_costs
 
 PLOT = Path(__file__).with_name("ettr.png")
 EXACT = ("dense", "gemini", "checkfreq")
@@ -49,7 +49,7 @@ class Jobs:
     mtbf_s: float
     schedules: int
     """Number of schedules of kills."""
-    samples: dict[float, list[Sample]]
+    samples: dict[float, list[JobSample]]
     """Samples by the rate of links in Mbit/s. The rate 0 means no limit."""
     halved: dict[float, list[Halved]]
     missing: Sequence[str]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.ettr_page import Halved
-from moevement_cli.ettr_samples import Sample
+from moevement_cli.ettr_samples import JobSample
 
 FILE = Path(__file__).with_name("ettr.jsonl")
 
@@ -34,7 +34,7 @@ class Results:
     """Results of the jobs of the benchmark."""
 
     path: Path
-    by_job: dict[Planned, Sample | Halved]
+    by_job: dict[Planned, JobSample | Halved]
     measured: dict[Planned, str]
     """Date, machine and versions of each result."""
 
@@ -49,10 +49,10 @@ class Results:
     def _keep(self, line: str) -> None:
         kept = json.loads(line)
         planned = Planned(**kept["job"])
-        self.by_job[planned] = (Halved if planned.is_halved else Sample)(**kept["result"])
+        self.by_job[planned] = (Halved if planned.is_halved else JobSample)(**kept["result"])
         self.measured[planned] = kept["measured"]
 
-    def add(self, planned: Planned, result: Sample | Halved, measured: str) -> None:
+    def add(self, planned: Planned, result: JobSample | Halved, measured: str) -> None:
         """Add a result, and append it to the file.
 
         Args:
@@ -61,7 +61,7 @@ class Results:
                 shows only such jobs.
             measured: date, machine and versions.
         """
-        if isinstance(result, Sample):
+        if isinstance(result, JobSample):
             is_plotted = not planned.rate
             losses = [(iteration, round(loss, 4)) for iteration, loss in result.losses if is_plotted]
             progress = [(round(at_s, 2), iteration) for at_s, iteration in result.progress if is_plotted]
@@ -71,10 +71,10 @@ class Results:
             file.write(line + "\n")
         self._keep(line)
 
-    def samples(self, planned: list[Planned]) -> Iterator[Sample]:
+    def samples(self, planned: list[Planned]) -> Iterator[JobSample]:
         """Yield the sample of each job that has one, in the order of ``planned``."""
         for job in planned:
-            if isinstance(result := self.by_job.get(job), Sample):
+            if isinstance(result := self.by_job.get(job), JobSample):
                 yield result
 
     def halved(self, planned: list[Planned]) -> Iterator[Halved]:

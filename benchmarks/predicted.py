@@ -23,9 +23,9 @@ from benchmarks.environment import measured_on
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.planning.profile import Profile
 from moevement_core.run.run_record import RunRecord
+from moevement_core.simulator.costs import MoEvementCost
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario, load
-from moevement_core.simulator.strategies import MoEvement
 from moevement_core.simulator.training import train
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -146,7 +146,7 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
         if line["iteration_s"] and not any(failed <= line["time"] <= resumed + 2.0 for failed, resumed in ends)
     ]
     failures = list(failures_in(accounts, metrics, began))
-    strategy = MoEvement(scenario.costs())
+    strategy = MoEvementCost(scenario.costs())
     prediction = train(strategy, failures, ended - began)
     parts = ("detect", "regroup", "fetch", "convert", "catch up", "interrupted")
     # The simulator counts the interrupted iteration as lost, so the measured loss begins at the newest commit.

@@ -35,7 +35,7 @@ from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.roster import ACKNOWLEDGED, LEFT, ROSTER, SHARD, Death, Roster
-from moevement_core.rendezvous.values import Change
+from moevement_core.rendezvous.values import OperationKind
 from moevement_core.saving.stage_policy import _Summary
 from moevement_core.simulator.regroup import depth
 from moevement_core.snapshot.agreement import HORIZON
@@ -186,11 +186,11 @@ def _mirrored(ranks: int) -> float:
     """Return the bytes that the standby receives: the roster, its shards, and two reports of each rank."""
     head, shards = _roster(ranks).divided()
     left = {"reason": "", "committed": 1000, "at": 1.7e9, "had_recovered": True, "suspects": []}
-    operations = [(Change.SET, ROSTER, head.encode())]
-    operations += [(Change.SET, SHARD.format(number), shard.encode()) for number, shard in shards.items()]
+    operations = [(OperationKind.SET, ROSTER, head.encode())]
+    operations += [(OperationKind.SET, SHARD.format(number), shard.encode()) for number, shard in shards.items()]
     reports = [
-        (Change.REPORT, f"{LEFT.format(3)}/1000", json.dumps(left)),
-        (Change.REPORT, f"{ACKNOWLEDGED.format(3)}/1000", ""),
+        (OperationKind.REPORT, f"{LEFT.format(3)}/1000", json.dumps(left)),
+        (OperationKind.REPORT, f"{ACKNOWLEDGED.format(3)}/1000", ""),
     ]
     return len(json.dumps(operations)) + ranks * len(json.dumps(reports))
 

@@ -28,7 +28,7 @@ from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import INTERRUPTED, STORE, MemberInfo
 from moevement_core.rendezvous.store import connect_store
-from moevement_core.rendezvous.values import AskedValues, Kind
+from moevement_core.rendezvous.values import AskedValues, RequestKind
 
 ON_NODE = 8
 """Number of members of a node."""
@@ -106,7 +106,7 @@ class _Values(AskedValues):
         if key not in known and key not in self._asked:
             self._asked.add(key)
             if key not in self._node.client._watched:
-                self._node.client.ask(Kind.WATCH, key, None, partial(self._node.first, key))
+                self._node.client.ask(RequestKind.WATCH, key, None, partial(self._node.first, key))
         while key not in known:
             self._wait()
         return known[key]
@@ -122,7 +122,7 @@ class _Values(AskedValues):
     def close(self) -> None:
         pass
 
-    def _ask(self, kind: Kind, key: str, value: str | None) -> str | None:
+    def _ask(self, kind: RequestKind, key: str, value: str | None) -> str | None:
         answers: list[str | None] = []
         own = greenlet.getcurrent()
 
@@ -218,7 +218,9 @@ class Members:
             began = time.monotonic()
             for node in self._nodes.values():
                 for _ in node.members:
-                    node.client.ask(Kind.READ, INTERRUPTED, None, lambda value: answered.append(time.monotonic()))
+                    node.client.ask(
+                        RequestKind.READ, INTERRUPTED, None, lambda value: answered.append(time.monotonic())
+                    )
                 node.client.flush()
         while len(answered) < self._share.last - self._share.first:
             time.sleep(0.001)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from moevement_cli.jobs import SCENARIOS
 from moevement_cli.units import span
+from moevement_core.simulator.costs import MoEvementCost
 from moevement_core.simulator.failure_rate import mean_time_between_failures_s
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import MoEvement
 from moevement_core.simulator.training import Spares
 from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, MOST_SPARES, lost_share, lost_today
 
@@ -54,7 +54,7 @@ def table() -> str:
 def _row(gpus: int, rate: int) -> str:
     costs = load(SCENARIO, ranks=gpus).costs()
     mtbf_s, hours = mean_time_between_failures_s(gpus) / rate, gpus * MONTH_H
-    strategy = MoEvement(costs)
+    strategy = MoEvementCost(costs)
     sparse_share, spares = min(
         (lost_share(strategy, mtbf_s, replace(POOL, count=count)), count) for count in range(MOST_SPARES + 1)
     )

@@ -21,11 +21,11 @@ from moevement_cli.waiting import waiting
 from moevement_core.errors import ConfigError
 from moevement_core.planning.cluster import GB
 from moevement_core.simulator.advice import family, fits, node_bytes
+from moevement_core.simulator.costs import MoEvementCost
 from moevement_core.simulator.experiment import Draws
 from moevement_core.simulator.failure_rate import SOURCE, mean_time_between_failures_s
 from moevement_core.simulator.failures import FailureModel, check_count
 from moevement_core.simulator.scenario import Checkpointing, Scenario
-from moevement_core.simulator.strategies import MoEvement
 from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Way, Worth, worth
 from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
@@ -155,7 +155,7 @@ def _table(job: Scenario, result: Worth) -> Table:
     )  # fmt: skip
     for way in (*result.today, *result.strategies):
         is_ours = way in result.strategies
-        sparse = isinstance(way.strategy, MoEvement)
+        sparse = isinstance(way.strategy, MoEvementCost)
         if way is result.strategies[0]:
             table.add_section()
         table.add_row(
@@ -225,7 +225,7 @@ def _way_as_json(way: Way) -> dict[str, Any]:
     strategy = way.strategy
     return {
         "name": way.name, "strategy": strategy.name, "interval": strategy.interval,
-        "window": strategy.costs.plan.size if isinstance(strategy, MoEvement) else None, "spares": way.spares,
+        "window": strategy.costs.plan.size if isinstance(strategy, MoEvementCost) else None, "spares": way.spares,
         "saving_gpu_hours": way.saving_h, "failing_gpu_hours": way.failing_h, "spares_gpu_hours": way.spares_h,
         "lost_gpu_hours": way.total_h, "ettr": way.cell.ettr, "host_bytes_of_node": node_bytes(strategy),
         "fits": fits(strategy),

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from moevement_cli.bench_run import SCRIPT
 from moevement_cli.ettr_prediction import OverLinks, predicted
-from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, plot, rows_of, sample_of
+from moevement_cli.ettr_samples import FREE, HEADER, NEVER, JobSample, plot, rows_of, sample_of
 from moevement_cli.killed_job import KilledJob, run_killed
 from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
@@ -73,7 +73,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class KillSchedule:
     """Schedule of kills for one job."""
 
     name: str
@@ -114,7 +114,7 @@ def ettr(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(samples: Sequence[Sample], console: Console) -> None:
+def _print(samples: Sequence[JobSample], console: Console) -> None:
     """Print a table of ``samples`` with the columns :data:`SHOWN`."""
     shown = [HEADER.index(name) for name in SHOWN]
     table = Table(*SHOWN)
@@ -123,18 +123,18 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
     console.print(table)
 
 
-def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
+def _schedules(arguments: argparse.Namespace) -> list[KillSchedule]:
     """Return the schedules of the benchmark.
 
     The first schedule has no kills. Random schedules follow, in the order of the values of ``--mtbf``. If
     ``--trace`` is given, the last schedule has the times of this trace, shifted so that the first kill comes after one
     mean time between kills.
     """
-    schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
+    schedules, until_s = [KillSchedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:
         model = FailureModel(mtbf_s, arguments.nproc)
         schedules += [
-            Schedule(f"{mtbf_s:g} s", mtbf_s, seed, model.draw(until_s, seed))
+            KillSchedule(f"{mtbf_s:g} s", mtbf_s, seed, model.draw(until_s, seed))
             for seed in range(arguments.seed, arguments.seed + arguments.repeats)
         ]
     if arguments.trace is not None:
@@ -147,17 +147,17 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"
         shifted = [Failure(failure.at_s - failures[0].at_s + mtbf_s, failure.nodes) for failure in failures]
-        schedules.append(Schedule(name, mtbf_s, 0, shifted))
+        schedules.append(KillSchedule(name, mtbf_s, 0, shifted))
     return schedules
 
 
-def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], console: Console) -> Iterator[Sample]:
+def _samples(arguments: argparse.Namespace, schedules: Sequence[KillSchedule], console: Console) -> Iterator[JobSample]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("", total=(1 + len(schedules) * len(arguments.strategies)) * arguments.iterations)
         done = 0
 
-        def run(name: str, schedule: Schedule, run_dir: Path) -> KilledJob:
+        def run(name: str, schedule: KillSchedule, run_dir: Path) -> KilledJob:
             nonlocal done
 
             def seen(newest: int) -> None:
@@ -175,7 +175,7 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
                 limited = schedule
                 if name == "none":  # Without a limit on kills, this job would never end: each kill restarts it from 0.
                     few = [failure for failure in schedule.failures if failure.at_s <= 2 * free.training_s]
-                    limited = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
+                    limited = KillSchedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
                 job = run(name, limited, Path(folder, f"{name}_{number}"))
                 yield sample_of(
                     job, free, strategy=name, schedule=schedule.name, mtbf_s=schedule.mtbf_s, seed=schedule.seed

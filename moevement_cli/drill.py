@@ -55,7 +55,7 @@ class DrillResult:
 
     kind: str
     flipped: dict[str, Any] | None
-    """Flipped bit: the fields of a :class:`~moevement_core.recovery.flips.Place`, and the time of the flip.
+    """Flipped bit: the fields of a :class:`~moevement_core.recovery.flips.FlipPlace`, and the time of the flip.
 
     None: the job used no data of this kind.
     """

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.availability import changes, nodes_over_time, segment
-from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained, most_loaded
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, TrainedElastically, most_loaded
 from moevement_core.util.numbers import POSITIVE, SHARE, Range
 
 SEGMENT_S = 4800.0
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             "longer"
         )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
-    results: dict[System, list[Trained]] = {}
+    results: dict[System, list[TrainedElastically]] = {}
     nodes: list[float] = []
     for begin_s in begins:
         first, rest = segment(trace, begin_s, begin_s + arguments.segment, job.nodes)
@@ -158,7 +158,9 @@ def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[
     return most_loaded(tokens, job.experts), every
 
 
-def _print(results: dict[System, list[Trained]], nodes: Sequence[float], arguments: argparse.Namespace) -> None:
+def _print(
+    results: dict[System, list[TrainedElastically]], nodes: Sequence[float], arguments: argparse.Namespace
+) -> None:
     table = Table(
         Column("system", no_wrap=True), Column("iterations", no_wrap=True), "changes", "from storage", "experts moved",
         "regroup", "migrate", "restart", "save",
@@ -185,7 +187,7 @@ def _print(results: dict[System, list[Trained]], nodes: Sequence[float], argumen
         console.print(sentence)
 
 
-def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
+def compared(results: Mapping[System, Sequence[TrainedElastically]]) -> str | None:
     """Return a sentence that compares the system that made the most iterations with each other system.
 
     Return None if there is only one system.
@@ -205,5 +207,5 @@ def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
     return f"{first} is ahead: {against}."
 
 
-def _as_json(system: System, trained: Sequence[Trained]) -> dict[str, Any]:
+def _as_json(system: System, trained: Sequence[TrainedElastically]) -> dict[str, Any]:
     return {"system": str(system), "segments": [asdict(training) for training in trained]}

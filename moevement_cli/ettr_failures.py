@@ -1,8 +1,9 @@
 """Simulated cost of the failures of a job whose windows changed while it ran.
 
 A job on links or processors that it does not know yet changes the size and the period of its windows. So the iterations
-that a failure repeats depend on the windows that the job had at that time. A :class:`Phase` is a time between two such
-changes. The functions here take phases and the iteration of each kill from the job, and the costs from the simulator.
+that a failure repeats depend on the windows that the job had at that time. A :class:`WindowPhase` is a time
+between two such changes. The functions here take phases and the iteration of each kill from the job, and the costs from
+the simulator.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moevement_core.simulator.strategies import Dense, MoEvement, Strategy
-from moevement_core.simulator.strategies.partial import Partial
+from moevement_core.simulator.costs import DenseCost, MoEvementCost, StrategyCost
+from moevement_core.simulator.costs.partial_cost import PartialCost
 
 INTO = 0.5
 """Share of an iteration that is done when a rank fails, on average."""
 
 
 @dataclass(frozen=True)
-class Phase:
+class WindowPhase:
     """Iterations of a job in which its windows stayed the same."""
 
     first: int
     """Iteration with which the first window of the phase began."""
-    strategy: Strategy
+    strategy: StrategyCost
     """Simulated strategy with the windows of the phase."""
 
 
@@ -40,7 +41,7 @@ class Kill:
     ranks: Sequence[int]
 
 
-def lost_s(phases: Sequence[Phase], kills: Sequence[Kill]) -> float:
+def lost_s(phases: Sequence[WindowPhase], kills: Sequence[Kill]) -> float:
     """Return the simulated seconds that failures take from a job: recoveries, and the iterations that were interrupted.
 
     A kill during a recovery begins the recovery anew, for the ranks of both kills.
@@ -61,7 +62,7 @@ def lost_s(phases: Sequence[Phase], kills: Sequence[Kill]) -> float:
     return total_s
 
 
-def _recovery_s(phases: Sequence[Phase], committed: int, ranks: set[int]) -> float:
+def _recovery_s(phases: Sequence[WindowPhase], committed: int, ranks: set[int]) -> float:
     """Return the simulated seconds of a recovery from the newest restore point of any phase."""
     first = phases[0]
     # Before its first iteration, a job captures all snapshots of a window, so it can go back to its start.
@@ -81,10 +82,10 @@ class _RestorePoint:
     """Iterations of the phase up to the kill, or up to the end of the phase."""
     into: float
     """Iterations that passed after them until the kill, as far as they let more snapshots of the phase arrive."""
-    strategy: Strategy
+    strategy: StrategyCost
 
 
-def _restore_points(phases: Sequence[Phase], committed: int) -> Iterator[_RestorePoint]:
+def _restore_points(phases: Sequence[WindowPhase], committed: int) -> Iterator[_RestorePoint]:
     """Yield the newest restore point of each phase that has one."""
     ends = [later.first for _, later in pairwise(phases)]
     for phase, end in zip(phases, [*ends, committed + 1], strict=True):
@@ -100,8 +101,8 @@ def _restore_points(phases: Sequence[Phase], committed: int) -> Iterator[_Restor
             yield _RestorePoint(phase.first + trained - rollback, trained, into, strategy)
 
 
-def arrival_of(strategy: Strategy) -> float:
+def arrival_of(strategy: StrategyCost) -> float:
     """Return the iterations from the commit of an iteration until its state is complete at peers or on disk."""
-    if isinstance(strategy, Dense):
+    if isinstance(strategy, DenseCost):
         return strategy.lag
-    return strategy.arrival if isinstance(strategy, MoEvement | Partial) else 0.0
+    return strategy.arrival if isinstance(strategy, MoEvementCost | PartialCost) else 0.0

@@ -22,23 +22,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moevement_cli.ettr_failures import Kill, Phase, lost_s
-from moevement_cli.ettr_samples import FREE, Sample, saving_costs
+from moevement_cli.ettr_failures import Kill, WindowPhase, lost_s
+from moevement_cli.ettr_samples import FREE, JobSample, saving_costs
 from moevement_core.replication.spread import LINK_SHARE, TIME_SHARE
-from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import (
-    CheckFreq,
+from moevement_core.simulator.costs import (
+    CheckFreqCost,
     Costs,
-    DenseToPeers,
-    Gemini,
-    MoC,
-    MoEtion,
-    MoEvement,
-    NoCheckpoints,
+    DenseToPeersCost,
+    GeminiCost,
+    MoCCost,
+    MoEtionCost,
+    MoEvementCost,
+    NoCheckpointsCost,
     Optimizations,
-    Redo,
-    Strategy,
+    RedoCost,
+    StrategyCost,
 )
+from moevement_core.simulator.scenario import Scenario
 
 LIVE = Optimizations(skips_replicated=False, uses_bubbles=False)
 """Techniques of the strategy MoEtion that real jobs use; the simulator assumes no others for predictions.
@@ -47,16 +47,16 @@ Copies of a real job yield to training's communication, but do not wait for pipe
 non-expert state.
 """
 
-SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
-    "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
-    "moevement-redo": lambda costs, mtbf_s, interval: Redo(costs),
-    "moevement-auto": lambda costs, mtbf_s, interval: Redo(costs),
-    "dense": lambda costs, mtbf_s, interval: DenseToPeers(costs, interval),
-    "gemini": lambda costs, mtbf_s, interval: Gemini(costs, mtbf_s, interval=interval),
-    "checkfreq": lambda costs, mtbf_s, interval: CheckFreq(costs, interval),
-    "moc": lambda costs, mtbf_s, interval: MoC(costs),
-    "moetion": lambda costs, mtbf_s, interval: MoEtion(costs, optimizations=LIVE),
-    "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
+SIMULATED: dict[str, Callable[[Costs, float, int], StrategyCost]] = {
+    "moevement": lambda costs, mtbf_s, interval: MoEvementCost(costs),
+    "moevement-redo": lambda costs, mtbf_s, interval: RedoCost(costs),
+    "moevement-auto": lambda costs, mtbf_s, interval: RedoCost(costs),
+    "dense": lambda costs, mtbf_s, interval: DenseToPeersCost(costs, interval),
+    "gemini": lambda costs, mtbf_s, interval: GeminiCost(costs, mtbf_s, interval=interval),
+    "checkfreq": lambda costs, mtbf_s, interval: CheckFreqCost(costs, interval),
+    "moc": lambda costs, mtbf_s, interval: MoCCost(costs),
+    "moetion": lambda costs, mtbf_s, interval: MoEtionCost(costs, optimizations=LIVE),
+    "none": lambda costs, mtbf_s, interval: NoCheckpointsCost(costs),
 }
 """Functions that build the simulator's strategy, by the name of a job's strategy.
 
@@ -74,7 +74,7 @@ class OverLinks:
 
     scenario: Scenario
     """Scenario of the training, with its profile and the rate of the links."""
-    samples: Sequence[Sample]
+    samples: Sequence[JobSample]
     """Samples of the jobs.
 
     If the first sample is of the failure-free job, its iteration time shows how much the machine's speed has changed
@@ -98,7 +98,7 @@ class Slowing:
     """Seconds by which copies to peers lengthen an iteration, over the seconds that these copies occupy links."""
 
 
-def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
+def predicted(links: Sequence[OverLinks]) -> list[list[JobSample]]:
     """Return copies of the samples of ``links`` with the predicted ETTR; a sample of the failure-free job gets none."""
     measured = [row for jobs in links for row in _measured(jobs)]
     return [
@@ -113,7 +113,7 @@ def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CostOverLinks:
     """Cost of saving of one strategy over links of one rate: measured as a whole, and simulated in parts.
 
     All costs are shares of training time.
@@ -130,7 +130,7 @@ class Measured:
     """Simulated cost of copies to peers if :attr:`Slowing.contention` is 1."""
 
 
-def _measured(jobs: OverLinks) -> Iterator[Measured]:
+def _measured(jobs: OverLinks) -> Iterator[CostOverLinks]:
     """Yield a row for each strategy whose cost the jobs measured."""
     for name, cost in saving_costs(jobs.samples).items():
         if name not in SIMULATED:
@@ -139,13 +139,13 @@ def _measured(jobs: OverLinks) -> Iterator[Measured]:
         unslowed, with_copies, with_sends = (
             _share(jobs, sample, slowing) for slowing in (Slowing(0.0, 0.0), Slowing(1.0, 0.0), Slowing(0.0, 1.0))
         )
-        yield Measured(
+        yield CostOverLinks(
             name, share=cost.share, unslowed=unslowed, of_interference=with_copies - unslowed,
             of_contention=with_sends - unslowed,
         )  # fmt: skip
 
 
-def _least_disturbed(jobs: OverLinks, name: str) -> Sample:
+def _least_disturbed(jobs: OverLinks, name: str) -> JobSample:
     """Return the sample of a job of strategy ``name``, of one without kills if there is one.
 
     The windows of this job are those with which :func:`saving_costs` measured the cost of the strategy.
@@ -153,17 +153,17 @@ def _least_disturbed(jobs: OverLinks, name: str) -> Sample:
     return min((sample for sample in jobs.samples if sample.strategy == name), key=lambda it: it.mtbf_s is not None)
 
 
-def _share(jobs: OverLinks, sample: Sample, slowing: Slowing) -> float:
+def _share(jobs: OverLinks, sample: JobSample, slowing: Slowing) -> float:
     """Return the simulated cost of saving of a job, as a share of training time."""
     return _overhead(_strategy(_slowed(_at_speed(jobs), slowing), sample, math.inf))
 
 
-def _overhead(strategy: Strategy) -> float:
+def _overhead(strategy: StrategyCost) -> float:
     """Return the simulated cost of saving as a share of training time."""
     return strategy.overhead_s / strategy.costs.iteration_s
 
 
-def _calibrated(jobs: OverLinks, name: str, measured: Sequence[Measured]) -> Scenario:
+def _calibrated(jobs: OverLinks, name: str, measured: Sequence[CostOverLinks]) -> Scenario:
     """Return the scenario of the jobs of strategy ``name``, with delays and slow-down from jobs of other strategies.
 
     If there are no other strategies, the jobs of ``name`` provide both. The delays are the times to notice a failure
@@ -183,7 +183,7 @@ def _calibrated(jobs: OverLinks, name: str, measured: Sequence[Measured]) -> Sce
     return replace(scenario, checkpointing=delays)
 
 
-def fitted(measured: Sequence[Measured]) -> Slowing:
+def fitted(measured: Sequence[CostOverLinks]) -> Slowing:
     """Return the slow-down with the least squared error over all rows; neither of its factors is below zero."""
     parts = np.array([(row.of_interference, row.of_contention) for row in measured]).reshape(-1, 2)
     wanted = np.array([row.share - row.unslowed for row in measured])
@@ -217,12 +217,12 @@ def _slowed(scenario: Scenario, slowing: Slowing) -> Scenario:
     )
 
 
-def _strategy(scenario: Scenario, sample: Sample, mtbf_s: float) -> Strategy:
+def _strategy(scenario: Scenario, sample: JobSample, mtbf_s: float) -> StrategyCost:
     """Return the simulated strategy with the windows that a job had at its end."""
     return _with_windows(scenario, sample.strategy, snapshots=sample.snapshots, interval=sample.interval, mtbf_s=mtbf_s)
 
 
-def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, mtbf_s: float) -> Strategy:
+def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, mtbf_s: float) -> StrategyCost:
     """Return a simulated strategy.
 
     In a real job, a sender takes a larger share of its link if the sends would otherwise not end in time. The returned
@@ -251,7 +251,7 @@ def _with_windows(scenario: Scenario, name: str, snapshots: int, interval: int, 
     return build(replace(scenario, cluster=replace(cluster, network_share=needed)).costs(), mtbf_s, max(1, interval))
 
 
-def _ettr(scenario: Scenario, sample: Sample, jobs: OverLinks) -> float:
+def _ettr(scenario: Scenario, sample: JobSample, jobs: OverLinks) -> float:
     """Return the ETTR of a job: the simulated share of time that failures leave, divided by 1 + the cost of saving."""
     if not sample.kills:
         return 1 / (1 + _overhead(_strategy(scenario, sample, math.inf)))
@@ -273,10 +273,10 @@ def _ettr(scenario: Scenario, sample: Sample, jobs: OverLinks) -> float:
     return work_s / (work_s + lost_s(phases, kills)) / (1 + sum(costs) / max(1, sum(lengths)))
 
 
-def _phases(scenario: Scenario, sample: Sample, mtbf_s: float) -> list[Phase]:
+def _phases(scenario: Scenario, sample: JobSample, mtbf_s: float) -> list[WindowPhase]:
     """Return the phases of a job with their simulated strategies; a single one if the job recorded no windows."""
     phases = [
-        Phase(
+        WindowPhase(
             first, _with_windows(scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s)
         )
         for first, snapshots, interval in sample.windows or [[0, sample.snapshots, sample.interval]]

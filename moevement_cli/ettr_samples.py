@@ -30,7 +30,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class JobSample:
     """Measurements of one job."""
 
     strategy: str
@@ -123,7 +123,7 @@ class SavingCost:
     """Half the width of the 95% confidence interval of :attr:`share`. NaN: there were too few comparisons."""
 
 
-def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
+def saving_costs(samples: Sequence[JobSample]) -> dict[str, SavingCost]:
     """Return the cost of saving by strategy, as the jobs without kills measured it.
 
     A strategy without such a job uses its jobs with kills. A strategy that saves nothing costs nothing. The result
@@ -149,7 +149,9 @@ def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
     return costs
 
 
-def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int) -> Sample:
+def sample_of(
+    job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int
+) -> JobSample:
     """Return the measurements of ``job``, compared with ``free``, the job that saved nothing and had no kills."""
     metrics = job.record.metrics()
     failures = [event for event in job.record.events() if event["event"] == "failure"]
@@ -169,7 +171,7 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
     checkpointing, iteration_s = summary.get("checkpointing") or {}, _undisturbed_s(metrics, failures)
     measured = next((overhead for line in reversed(metrics) if (overhead := recorded_overhead(line)) is not None), None)
     is_equal = summary["state_digest"]["all"] == free.record.summary()["state_digest"]["all"]
-    return Sample(
+    return JobSample(
         strategy, schedule, mtbf_s=mtbf_s, seed=seed, training_s=job.training_s,
         iterations=len({line["iteration"] for line in metrics}) - 1,
         kills=[(failure.at_s, list(failure.nodes)) for failure in job.kills], repeated=_repeated(job, failures),
@@ -263,7 +265,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
+def rows_of(samples: Sequence[JobSample]) -> list[list[str]]:
     """Return a row of :data:`HEADER` for each pair of schedule and strategy, from all samples of the pair."""
     rows, costs = [], saving_costs(samples)
     for schedule, name in dict.fromkeys((sample.schedule, sample.strategy) for sample in samples):
@@ -298,11 +300,11 @@ class Ettr:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
 
 
-def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
+def ettr_of(samples: Sequence[JobSample], cost: SavingCost) -> Ettr:
     """Return the ETTR of ``samples``: mean share of time not lost to failures, divided by 1 + the cost of saving.
 
-    The cost of a job with kills is its own (:attr:`Sample.saving`), because windows may change when ranks fail often.
-    If the job has not measured it, and in jobs without kills, it is ``cost``.
+    The cost of a job with kills is its own (:attr:`JobSample.saving`), because windows may change when ranks fail
+    often. If the job has not measured it, and in jobs without kills, it is ``cost``.
 
     The confidence interval combines two intervals as if they were independent: that of the mean time lost to a failure,
     and that of the cost.
@@ -320,12 +322,12 @@ def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     return Ettr(mean, math.hypot(of_losses, of_cost) / (1 + cost.share))
 
 
-def _interval(sample: Sample) -> str:
+def _interval(sample: JobSample) -> str:
     """Return the interval of saving as text: iterations, and the number of snapshots if there are several."""
     return f"{sample.snapshots} of {sample.interval}" if sample.snapshots > 1 else str(sample.interval or "")
 
 
-def _overhead(samples: Sequence[Sample]) -> str:
+def _overhead(samples: Sequence[JobSample]) -> str:
     """Return the overhead as text: for one job with its confidence interval, for several jobs the median alone."""
     known = [sample for sample in samples if sample.overhead is not None]
     if not known:
@@ -343,12 +345,12 @@ def _mean(values: Sequence[float], digits: int = 3) -> str:
     return f"{statistics.fmean(values):.{digits}f}{half}"
 
 
-def _part(samples: Sequence[Sample], part: str) -> str:
+def _part(samples: Sequence[JobSample], part: str) -> str:
     seconds = [sample.parts[part] for sample in samples if sample.parts]
     return f"{statistics.median(seconds):.2f} s" if seconds else ""
 
 
-def plot(samples: Sequence[Sample], path: Path) -> None:
+def plot(samples: Sequence[JobSample], path: Path) -> None:
     """Draw ETTR over the mean time between kills, and progress and losses of the jobs with the most frequent kills.
 
     Raises:

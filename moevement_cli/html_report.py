@@ -10,7 +10,7 @@ from typing import Any
 
 from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.elements import Element, document, element, rows_table, table
-from moevement_cli.line_chart import Chart, Curve, Mark, Point
+from moevement_cli.line_chart import Chart, ChartMark, Curve, Point
 from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import Compared, Row, compare
 from moevement_cli.recovery_chart import recovery_chart
@@ -89,18 +89,18 @@ class _Drawn:
         costs = self.facts.saving_costs
         return replace(self.line(costs.points()), band=costs.intervals())
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[ChartMark]:
         """Return a mark for each recovery, at its iteration."""
         return [
-            Mark(self.facts.iteration_at(recovery), self.color, self._sentence(recovery), _label(recovery))
+            ChartMark(self.facts.iteration_at(recovery), self.color, self._sentence(recovery), _label(recovery))
             for recovery in self.facts.recoveries
         ]
 
-    def spans(self) -> list[Mark]:
+    def spans(self) -> list[ChartMark]:
         """Return a span for each recovery, in seconds since the first iteration began."""
         ends = [self.facts.elapsed_s(recovery["resumed_at"]) for recovery in self.facts.recoveries]
         return [
-            Mark(end - recovery["total_s"], self.color, self._sentence(recovery), _label(recovery), until=end)
+            ChartMark(end - recovery["total_s"], self.color, self._sentence(recovery), _label(recovery), until=end)
             for end, recovery in zip(ends, self.facts.recoveries, strict=True)
         ]
 

@@ -48,7 +48,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """Event at ``x``, or span from ``x`` to ``until``."""
 
     x: float
@@ -67,7 +67,7 @@ class Chart:
 
     title: str
     lines: Sequence[Curve]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
     unit: str = ""
     """Unit of y, printed after the title. ``bytes`` shows numbers in kB, MB, GB or TB."""
     from_zero: bool = True
@@ -233,7 +233,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> Iterator[Element]:
     yield element("text", x_label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="x label")
 
 
-def _marks(marks: Sequence[Mark], x_axis: _Axis) -> Iterator[Element]:
+def _marks(marks: Sequence[ChartMark], x_axis: _Axis) -> Iterator[Element]:
     """Yield lines and spans. A label is left out where it would overlap the label before it."""
     free_from = LEFT
     for mark in sorted(marks, key=lambda mark: mark.x):
@@ -245,7 +245,7 @@ def _marks(marks: Sequence[Mark], x_axis: _Axis) -> Iterator[Element]:
             free_from = x + width + LETTER_PX
 
 
-def _mark(mark: Mark, x_axis: _Axis) -> Element:
+def _mark(mark: ChartMark, x_axis: _Axis) -> Element:
     x, title = x_axis.place(mark.x), element("title", mark.text)
     if mark.until is None:
         line = element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, stroke=mark.color, class_="mark")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moevement_cli.elements import Element, element
-from moevement_cli.part_bar import Part, part_bar
+from moevement_cli.part_bar import BarPart, part_bar
 from moevement_cli.saving_costs import NAMES, interval, percent
 from moevement_core.overhead.estimate import CONFIDENCE
 from moevement_core.overhead.fields import PARTS, RecordedOverhead
@@ -20,7 +20,7 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
         full_width: share of training that fills the width of the page, the same for all runs of the page.
     """
     parts = [
-        Part(name=NAMES[part], value=share, shown=percent(share).rstrip("%"), unit="%", color=COLORS[part])
+        BarPart(name=NAMES[part], value=share, shown=percent(share).rstrip("%"), unit="%", color=COLORS[part])
         for part, share in overhead.parts.items()
     ]
     return element(

@@ -18,7 +18,7 @@ LEAST_SHARE = 0.07
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """Part of a bar. The bar shows only parts with a positive value; the legend shows all."""
 
     name: str
@@ -30,7 +30,7 @@ class Part:
     color: str
 
 
-def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element]:
+def part_bar(parts: Sequence[BarPart], full_width: float) -> tuple[Element, Element]:
     """Return the bar and the legend of ``parts``.
 
     Args:
@@ -45,12 +45,12 @@ def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element
     )
 
 
-def _bar(part: Part, share: float) -> Element:
+def _bar(part: BarPart, share: float) -> Element:
     color = "#ffffff" if part.color in WHITE_ON else "#000000"
     look = f"width: {100 * share:.2f}%; background: {part.color}; color: {color}"
     return element("span", part.shown if share >= LEAST_SHARE else "", style=look, title=part.name, class_="part")
 
 
-def _named(part: Part) -> Element:
+def _named(part: BarPart) -> Element:
     swatch = element("span", style=f"border-top: 10px solid {part.color}", class_="swatch")
     return element("li", swatch, f" {part.name} {part.shown}{part.unit}")

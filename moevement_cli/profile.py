@@ -22,7 +22,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.planning.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.run.run_record import RunRecord
-from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.simulator.pipeline import SimulatedPipeline
 from moevement_core.util.numbers import AT_LEAST_ONE
 
 FEWEST = 8
@@ -257,7 +257,7 @@ def _print_size(profile: Profile, size: SizeProfile, console: Console) -> None:
         )  # fmt: skip
     console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; times of one micro-batch:")
     console.print(table)
-    pipeline = Pipeline(
+    pipeline = SimulatedPipeline(
         forward_s=tuple(stage.forward_s for stage in size.stages),
         backward_s=tuple(stage.backward_s for stage in size.stages), micro_batches=size.micro_batches,
         chunks=profile.chunks, send_s=size.send_s,

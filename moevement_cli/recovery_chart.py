@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moevement_cli.elements import Element, element
-from moevement_cli.part_bar import Part, part_bar
+from moevement_cli.part_bar import BarPart, part_bar
 from moevement_core.run.account import PARTS
 from moevement_core.util.words import spares_words
 
@@ -29,7 +29,7 @@ def _recovery(recovery: Mapping[str, Any], longest: float) -> Element:
     failures = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
     words = failures if len(failures) < MOST_LETTERS else f"{failures[: MOST_LETTERS - 3]}..."
     parts = [
-        Part(name, value=seconds, shown=f"{seconds:.2f}", unit=" s", color=COLORS.get(name, UNKNOWN))
+        BarPart(name, value=seconds, shown=f"{seconds:.2f}", unit=" s", color=COLORS.get(name, UNKNOWN))
         for name, seconds in recovery["parts"].items()
         if seconds > 0
     ]

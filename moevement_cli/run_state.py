@@ -14,7 +14,7 @@ SILENT_S = 30.0
 SILENT_ITERATIONS = 10
 
 
-class Kind(StrEnum):
+class RunCondition(StrEnum):
     """State of a run in one word."""
 
     STARTING = "starting"
@@ -34,16 +34,16 @@ class Kind(StrEnum):
 class RunState:
     """State of a run, with its description."""
 
-    kind: Kind
+    kind: RunCondition
     text: str
     """Description of the state in words."""
 
     @property
     def style(self) -> str:
         """Color of the description in a terminal."""
-        if self.kind in (Kind.TRAINING, Kind.ENDED):
+        if self.kind in (RunCondition.TRAINING, RunCondition.ENDED):
             return "green"
-        return "yellow" if self.kind is Kind.STARTING else "bold red"
+        return "yellow" if self.kind is RunCondition.STARTING else "bold red"
 
 
 def state_of(watched: WatchedRun, now: float) -> RunState:
@@ -57,22 +57,22 @@ def state_of(watched: WatchedRun, now: float) -> RunState:
         return _ended(watched, now)
     figures = watched.figures
     if not figures.iterations:
-        return RunState(Kind.STARTING, "starting")
+        return RunState(RunCondition.STARTING, "starting")
     silent_s = now - figures.line.get("time", now)
     patience_s = max(SILENT_S, SILENT_ITERATIONS * (figures.line.get("iteration_s") or 0.0))
     silence = f"no iteration for {duration(silent_s)}" if silent_s > patience_s else ""
     if missing := missing_ranks(watched):
         text = f"recovering: {len(missing)} of {figures.world_size} ranks missing"
-        return RunState(Kind.RECOVERING, f"{text}, {silence}" if silence else text)
-    return RunState(Kind.SILENT, silence) if silence else RunState(Kind.TRAINING, "training")
+        return RunState(RunCondition.RECOVERING, f"{text}, {silence}" if silence else text)
+    return RunState(RunCondition.SILENT, silence) if silence else RunState(RunCondition.TRAINING, "training")
 
 
 def _ended(watched: WatchedRun, now: float) -> RunState:
     job, iterations = watched.job, watched.figures.line.get("iteration", 0)
     if job is None:
-        return RunState(Kind.ENDED, "ended")
+        return RunState(RunCondition.ENDED, "ended")
     if job.ended_at is None:
-        return RunState(Kind.KILLED, f"killed: its launcher (pid {job.pid} on {job.host}) is gone")
+        return RunState(RunCondition.KILLED, f"killed: its launcher (pid {job.pid} on {job.host}) is gone")
     first = next(iter(job.reason.splitlines()), "")
     when = time.strftime("%H:%M:%S", time.localtime(job.ended_at))
     ago = f"{duration(max(0.0, now - job.ended_at))} ago, at {when}"
@@ -80,11 +80,11 @@ def _ended(watched: WatchedRun, now: float) -> RunState:
         total = watched.train_iterations
         all_done = total is None or iterations >= total
         return RunState(
-            Kind.ENDED, f"ended {ago}" + ("" if all_done else f", stopped on request at iteration {iterations}")
+            RunCondition.ENDED, f"ended {ago}" + ("" if all_done else f", stopped on request at iteration {iterations}")
         )
     if not watched.figures.iterations:
-        return RunState(Kind.REFUSED, f"did not start, {ago}: {first}")
-    return RunState(Kind.FAILED, f"ended with exit code {job.code}, {ago}: {first}")
+        return RunState(RunCondition.REFUSED, f"did not start, {ago}: {first}")
+    return RunState(RunCondition.FAILED, f"ended with exit code {job.code}, {ago}: {first}")
 
 
 def missing_ranks(watched: WatchedRun) -> list[int]:

@@ -23,9 +23,9 @@ from moevement_cli.waiting import waiting
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.advice import Advice, Choice, Fixed, Variants, advise, fits, node_bytes
+from moevement_core.simulator.costs import STRATEGIES
 from moevement_core.simulator.experiment import Cell, run
 from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import STRATEGIES
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

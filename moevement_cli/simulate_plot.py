@@ -9,8 +9,8 @@ from typing import Any
 from moevement_cli.plotting import figure
 from moevement_cli.simulate_tables import PARTS, jobs_in, name_of
 from moevement_cli.units import span
+from moevement_core.simulator.costs import GeminiCost
 from moevement_core.simulator.experiment import Cell
-from moevement_core.simulator.strategies import Gemini
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Colors of strategies in every panel. The colors suit readers with color vision deficiency (Okabe and Ito)."""
@@ -100,16 +100,18 @@ def _draw_intervals(cells: Sequence[Cell], axis: Any) -> None:
     The ETTR comes from a formula (MoEvement, section 2.4), not from simulated failures.
     """
     costs = cells[0].strategy.costs
-    best = {mtbf_s: Gemini(costs, mtbf_s).interval for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells)}
+    best = {mtbf_s: GeminiCost(costs, mtbf_s).interval for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells)}
     most = 8 * max(best.values())
     for number, (mtbf_s, interval) in enumerate(best.items()):
         intervals = sorted({max(1, round(most ** (step / INTERVALS))) for step in range(INTERVALS + 1)} | {interval})
-        ratios = [Gemini(costs, mtbf_s, interval=candidate).analytic_ettr(mtbf_s) for candidate in intervals]
+        ratios = [GeminiCost(costs, mtbf_s, interval=candidate).analytic_ettr(mtbf_s) for candidate in intervals]
         axis.plot(
             intervals, ratios, label=f"a failure every {span(mtbf_s)}; best: {interval}",
             color=COLOURS[number % len(COLOURS)],
         )  # fmt: skip
-        axis.plot([interval], [Gemini(costs, mtbf_s).analytic_ettr(mtbf_s)], "o", color=COLOURS[number % len(COLOURS)])
+        axis.plot(
+            [interval], [GeminiCost(costs, mtbf_s).analytic_ettr(mtbf_s)], "o", color=COLOURS[number % len(COLOURS)]
+        )
     axis.set(
         xlabel="iterations between checkpoints; with too few, sending stalls training", xscale="log",
         ylabel="effective training time ratio", title=f"4: gemini, by the formula ({cells[0].job})",

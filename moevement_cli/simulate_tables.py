@@ -13,9 +13,9 @@ from moevement_cli.machines import copies_get
 from moevement_cli.units import span
 from moevement_core.planning.cluster import GB
 from moevement_core.simulator.advice import MONTH_S, Advice, Choice, family, fits, node_bytes
+from moevement_core.simulator.costs import Costs
 from moevement_core.simulator.experiment import Cell
 from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import Costs
 
 PARTS = {
     "checkpointing": ("save", "stalls and slow-down by checkpoints"),

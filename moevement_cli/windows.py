@@ -25,7 +25,7 @@ LAYOUT = {
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowRow:
     """Window on disk, as the table shows it."""
 
     iteration: int
@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _window(folder: Path, manifest: Manifest) -> Window:
+def _window(folder: Path, manifest: Manifest) -> WindowRow:
     files = [path for path in (folder / manifest.name).glob("*") if is_snapshot_file(path.name)]
     ranks = manifest.settings.get("world_size")
-    return Window(
+    return WindowRow(
         iteration=manifest.reaches,
         loss=_loss(folder / manifest.name, manifest, files),
         ranks=ranks if isinstance(ranks, int) else None,
@@ -119,7 +119,7 @@ def _loss(folder: Path, manifest: Manifest, files: list[Path]) -> float | str | 
     return loss if loss is None or isinstance(loss, str) else float(loss)
 
 
-def _table(windows: list[Window]) -> list[str]:
+def _table(windows: list[WindowRow]) -> list[str]:
     rows = [["iteration", "loss", "ranks", "layout", "snapshots", "bytes here", "written", "job"]]
     rows += [
         [

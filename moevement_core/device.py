@@ -31,7 +31,7 @@ call for a minute counts as hung.
 """
 
 
-class Event(ABC):
+class DeviceEvent(ABC):
     """Event of a device, like a CUDA event: a mark between earlier and later work of a stream."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Event(ABC):
         """Return True if the work before this event in the stream is done; never blocks."""
 
     @abstractmethod
-    def elapsed_ms(self, end: Event) -> float:
+    def elapsed_ms(self, end: DeviceEvent) -> float:
         """Return the milliseconds from this event to ``end``.
 
         Both events must be made with ``timing=True`` (:meth:`Device.event`) and be recorded.
@@ -82,11 +82,11 @@ class Device(ABC):
         """Return a context manager that issues the work of its ``with`` block on ``stream``."""
 
     @abstractmethod
-    def event(self, timing: bool = False, *, sleeps: bool = False) -> Event:
+    def event(self, timing: bool = False, *, sleeps: bool = False) -> DeviceEvent:
         """Return a new event.
 
         Args:
-            timing: True if :meth:`Event.elapsed_ms` will use the event.
+            timing: True if :meth:`DeviceEvent.elapsed_ms` will use the event.
             sleeps: True if a thread that waits for the event sleeps, as a background thread should. False if the thread
                 spins: it then occupies a processor, and returns from the wait about 50 microseconds sooner.
         """
@@ -198,7 +198,7 @@ class _CpuStream:
         return True
 
 
-class _CpuEvent(Event):
+class _CpuEvent(DeviceEvent):
     def __init__(self) -> None:
         self._recorded_s: float | None = None
 
@@ -214,7 +214,7 @@ class _CpuEvent(Event):
     def query(self) -> bool:
         return True
 
-    def elapsed_ms(self, end: Event) -> float:
+    def elapsed_ms(self, end: DeviceEvent) -> float:
         assert isinstance(end, _CpuEvent)
         if self._recorded_s is None or end._recorded_s is None:
             raise RuntimeError("elapsed_ms needs two recorded events; call record() on both first")
@@ -239,7 +239,7 @@ class CpuDevice(Device):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext(stream)
 
-    def event(self, timing: bool = False, *, sleeps: bool = False) -> Event:
+    def event(self, timing: bool = False, *, sleeps: bool = False) -> DeviceEvent:
         return _CpuEvent()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -264,7 +264,7 @@ class CpuDevice(Device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class _CudaEvent(Event):
+class _CudaEvent(DeviceEvent):
     def __init__(self, timing: bool, *, sleeps: bool) -> None:
         self._event = torch.cuda.Event(enable_timing=timing, blocking=sleeps)
 
@@ -280,7 +280,7 @@ class _CudaEvent(Event):
     def query(self) -> bool:
         return bool(self._event.query())
 
-    def elapsed_ms(self, end: Event) -> float:
+    def elapsed_ms(self, end: DeviceEvent) -> float:
         assert isinstance(end, _CudaEvent)
         return float(self._event.elapsed_time(end._event))
 
@@ -307,7 +307,7 @@ class CudaDevice(Device):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def event(self, timing: bool = False, *, sleeps: bool = False) -> Event:
+    def event(self, timing: bool = False, *, sleeps: bool = False) -> DeviceEvent:
         return _CudaEvent(timing, sleeps=sleeps)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.papers.published import HOURS, MODELS
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
+from moevement_core.simulator.costs import STRATEGIES, Costs, GeminiCost, StrategyCost
 from moevement_core.simulator.failures import FailureModel
 from moevement_core.simulator.scenario import Scenario, load
-from moevement_core.simulator.strategies import STRATEGIES, Costs, Gemini, Strategy
 from moevement_core.simulator.training import train
 
 SEEDS = 20
@@ -28,9 +28,9 @@ def scenario(preset: str) -> Scenario:
     return replace(loaded, cluster=replace(loaded.cluster, network_share=1.0))
 
 
-def gemini(costs: Costs, mtbf_s: float, interval: int | None = None) -> Gemini:
+def gemini(costs: Costs, mtbf_s: float, interval: int | None = None) -> GeminiCost:
     """Return GEMINI as in :data:`SYSTEMS`, at its best interval or at ``interval``."""
-    return Gemini(costs, mtbf_s, interval=interval, is_spread=False)
+    return GeminiCost(costs, mtbf_s, interval=interval, is_spread=False)
 
 
 def implied_bandwidth(costs: Costs, checkpoint_s: float) -> float:
@@ -60,7 +60,7 @@ def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
     return replace(costs, plan=CheckpointPlan(replace(inputs, cluster=cluster, job=job)))
 
 
-def simulated(strategy: Strategy, mtbf_s: float, hours: float = HOURS) -> float:
+def simulated(strategy: StrategyCost, mtbf_s: float, hours: float = HOURS) -> float:
     """Return the mean ETTR of simulated trainings."""
     model = FailureModel(mtbf_s, strategy.costs.nodes)
     return statistics.fmean(

@@ -22,11 +22,11 @@ from benchmarks.papers.field_published import CAUSES, MIGRATED, REPORTS, RESTART
 from moevement_cli.simulate import SCENARIOS
 from moevement_cli.units import span
 from moevement_core.planning.cluster import ASSUMED_SHARE, CLUSTERS, GB
+from moevement_core.simulator.costs import STRATEGIES, Costs, DenseSynchronousCost, StrategyCost
 from moevement_core.simulator.experiment import Cell, Draws, cell_of
 from moevement_core.simulator.failures import Failure, FailureModel
 from moevement_core.simulator.regroup import DETECTION_S, Constants, Notice, detection_s, regroup
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import STRATEGIES, Costs, DenseSynchronous, Strategy
 from moevement_core.simulator.training import Spares
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -74,12 +74,12 @@ def costs_of(source: Report, constants: Constants | None = None) -> Costs:
     return replace(costs, detect_s=DETECT_S, regroup_s=regroup(source.ranks, constants).total_s)
 
 
-def strategy_of(way: str, source: Report, costs: Costs) -> Strategy:
+def strategy_of(way: str, source: Report, costs: Costs) -> StrategyCost:
     """Return the strategy of a way. A restart from storage has the published seconds, if they are known."""
     if way != STORED:
         return STRATEGIES[way](costs, source.mtbf_s)
     restarted = replace(costs, detect_s=0.0, regroup_s=source.restart_s)
-    return DenseSynchronous(restarted, source.mtbf_s, interval=source.interval)
+    return DenseSynchronousCost(restarted, source.mtbf_s, interval=source.interval)
 
 
 def draws_of(source: Report, nodes: int) -> Draws:

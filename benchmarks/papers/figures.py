@@ -33,8 +33,8 @@ from benchmarks.papers.published import (
 )
 from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
+from moevement_core.simulator.costs import CheckFreqCost, Costs, MoCCost, MoEvementCost, Techniques
 from moevement_core.simulator.failures import Failure, recorded
-from moevement_core.simulator.strategies import CheckFreq, Costs, MoC, MoEvement, Techniques
 from moevement_core.simulator.training import train
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -205,7 +205,7 @@ def figure_13() -> tuple[str, Draw]:
         window = next(system.interval for system in model.systems if system.name == "moevement")
         plan = CheckpointPlan(replace(costs.plan.inputs, window=window))
         costs = replace(costs, plan=plan, skew=0.25)
-        strategies = {name: MoEvement(costs, techniques) for name, techniques in steps.items()}
+        strategies = {name: MoEvementCost(costs, techniques) for name, techniques in steps.items()}
         bars[model.preset] = [strategy.expected_recovery_s() for strategy in strategies.values()]
         rows.append(
             [model.preset, f"{model.sparse_only:.2f}", "0.97",
@@ -290,7 +290,7 @@ def figure_16(stated: Costs, slow: Costs) -> tuple[str, Draw]:
         curves[name] = values[0]
         known = f"{SKEWED[name][0]} to {SKEWED[name][1]}" if name in SKEWED else "0.95 at 0, rising"
         rows.append([name, known, *(", ".join(f"{ettr:.3f}" for ettr in line) for line in values)])
-    frozen = [MoEvement(replace(window, skew=skew)).frozen_share for skew in skews]
+    frozen = [MoEvementCost(replace(window, skew=skew)).frozen_share for skew in skews]
 
     def draw(axis: Any) -> None:
         for name, line in curves.items():
@@ -306,7 +306,7 @@ A failure every ten minutes, skew {", ".join(map(str, skews))}; MoEvement at W =
 
 The share of a replay's work that is frozen rises with skew, {", ".join(f"{share:.2f}" for share in frozen)}, as the paper says.
 This changes only the third decimal of ETTR, because a replay is short compared with ten minutes. CheckFreq and Gemini do not
-depend on skew. MoC ({MoC(stated).experts_saved} of 64 experts at first) loses more with some failures and less with others. On
+depend on skew. MoC ({MoCCost(stated).experts_saved} of 64 experts at first) loses more with some failures and less with others. On
 average, its round robin is as stale for a popular expert as for any other.""",
         draw,
     )
@@ -324,7 +324,7 @@ def report(parts: list[str], stated: Costs, bandwidth: float) -> str:
 **Stated** bandwidths: 12 nodes of 80 Gb/s, 40 Gb/s of storage, 25 GB/s from device to host (assumed). **Implied** bandwidth: the full
 state of DeepSeek-MoE ({stated.job_bytes / GB:.0f} GB, {stated.full_bytes / GB:.2f} GB on the heaviest rank) in {GEMINI_EVERY_ITERATION} iterations of
 {stated.iteration_s:.2f} s, because figure 1a has this slow-down with a checkpoint in every iteration. That is {bandwidth / GB:.1f} GB/s of all
-{stated.plan.inputs.job.ranks} ranks together; 12 nodes could send 120. CheckFreq saves every {CheckFreq(stated).interval} iterations at the stated bandwidths. Unless said otherwise, MTBF is {MTBFS_S[-1] / 60:g} minutes, and a training
+{stated.plan.inputs.job.ranks} ranks together; 12 nodes could send 120. CheckFreq saves every {CheckFreqCost(stated).interval} iterations at the stated bandwidths. Unless said otherwise, MTBF is {MTBFS_S[-1] / 60:g} minutes, and a training
 lasts 12 hours. A failure takes 1 s to detect and 10 s to regroup. Simulated values are means of 20 trainings.
 
 {text}

@@ -8,24 +8,24 @@ from typing import Any
 
 from benchmarks.papers.common import Draw, table
 from moevement_core.policy.dynamic_k import PLT_LIMIT
+from moevement_core.simulator.costs import Costs, MoCCost
 from moevement_core.simulator.failures import Failure
-from moevement_core.simulator.strategies import Costs, MoC
-from moevement_core.simulator.training import Losses, Outcome, train
+from moevement_core.simulator.training import TrainingOutcome, UpdatesLost, train
 
 LABELS = ("length known", "length unknown")
 """Names of the two trainings: K follows the tokens of the whole run (equation 7), or the tokens so far."""
 
 
-def trainings(costs: Costs, failures: Sequence[Failure], until_s: float) -> dict[str, Outcome]:
+def trainings(costs: Costs, failures: Sequence[Failure], until_s: float) -> dict[str, TrainingOutcome]:
     """Return the trainings with MoC-System by label; they differ in the tokens to which lost tokens are compared."""
-    strategies = {label: MoC(costs, is_length_known=label == LABELS[0]) for label in LABELS}
+    strategies = {label: MoCCost(costs, is_length_known=label == LABELS[0]) for label in LABELS}
     return {label: train(strategy, failures, until_s) for label, strategy in strategies.items()}
 
 
-def losses_at(outcome: Outcome, at_s: float, first: int) -> Losses:
+def losses_at(outcome: TrainingOutcome, at_s: float, first: int) -> UpdatesLost:
     """Return the losses after the newest failure at ``at_s`` or before; without one, K is ``first``."""
     count = bisect_right(outcome.losses, at_s, key=lambda losses: losses.at_s)
-    return outcome.losses[count - 1] if count else Losses(0.0, first, lost=0.0, of_run=0.0, so_far=0.0)
+    return outcome.losses[count - 1] if count else UpdatesLost(0.0, first, lost=0.0, of_run=0.0, so_far=0.0)
 
 
 def figures_10c_10d(costs: Costs, failures: Sequence[Failure], until_s: float) -> tuple[str, Draw, Draw]:
@@ -36,7 +36,7 @@ def figures_10c_10d(costs: Costs, failures: Sequence[Failure], until_s: float) -
         failures: failures before ``until_s``.
         until_s: wall seconds of the training.
     """
-    outcomes, strategy = trainings(costs, failures, until_s), MoC(costs)
+    outcomes, strategy = trainings(costs, failures, until_s), MoCCost(costs)
     experts, first = strategy.experts, strategy.experts_saved
     rows = []
     for hour in range(1, round(until_s / 3600) + 1):
@@ -64,7 +64,7 @@ def figures_10c_10d(costs: Costs, failures: Sequence[Failure], until_s: float) -
         "K, length unknown", "iterations lost", "PLT", "of the tokens so far",
     )  # fmt: skip
     known, unknown = outcomes.values()
-    dense = train(MoC(costs, experts), failures, until_s)
+    dense = train(MoCCost(costs, experts), failures, until_s)
     needed = PLT_LIMIT * until_s / costs.iteration_s / len(failures)
     text = f"""## Figures 10c and 10d: K and lost tokens
 
@@ -81,6 +81,6 @@ lost tokens. What saving all experts costs is similar: with K = {experts} from t
     return text, draw_experts, draw_lost
 
 
-def _steps(axis: Any, outcome: Outcome, label: str, values: Sequence[float], style: str = "-") -> None:
+def _steps(axis: Any, outcome: TrainingOutcome, label: str, values: Sequence[float], style: str = "-") -> None:
     hours = [0.0, *(losses.at_s / 3600 for losses in outcome.losses)]
     axis.step(hours, values, style, where="post", label=label)

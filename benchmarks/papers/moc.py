@@ -19,8 +19,8 @@ from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import Cluster
 from moevement_core.planning.transformer import Layout, Transformer, describe
+from moevement_core.simulator.costs import Costs, MoCCost
 from moevement_core.simulator.iteration import from_machines
-from moevement_core.simulator.strategies import Costs, MoC
 
 OUTPUT = Path(__file__).with_suffix(".md")
 GB = 1e9
@@ -102,7 +102,7 @@ def point(label: str, gpus: int, cluster: Cluster, *, tensor: int = 1, length: i
         detect_s=1,
         regroup_s=10,
     )
-    part = MoC(costs, max(1, experts // 8))
+    part = MoCCost(costs, max(1, experts // 8))
     return Point(
         label, compute_s=time.total_s, full_s=costs.copy_s(costs.full_bytes), partial_s=costs.copy_s(part.copied_bytes), full_bytes=costs.job_bytes,
         partial_bytes=costs.job_bytes * part.copied_bytes / costs.full_bytes,

@@ -18,8 +18,8 @@ from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import CLUSTERS, Cluster
 from moevement_core.planning.transformer import describe
+from moevement_core.simulator.costs import CheckFreqCost, Costs, GeminiCost, MoEtionCost, StrategyCost
 from moevement_core.simulator.iteration import from_machines
-from moevement_core.simulator.strategies import CheckFreq, Costs, Gemini, MoEtion, Strategy
 
 OUTPUT = Path(__file__).with_suffix(".md")
 GB = 1e9
@@ -48,40 +48,40 @@ def costs_of(model: Model) -> Costs:
     return Costs(plan, time, storage_bytes_per_s=NODES.storage_bytes_per_s, detect_s=0.0, regroup_s=0.0, skew=0.25)
 
 
-def strategies(costs: Costs, model: Model) -> dict[str, Strategy]:
+def strategies(costs: Costs, model: Model) -> dict[str, StrategyCost]:
     """Return the strategies of the paper's figures."""
     every = max(1, costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))))
     return {
-        "checkfreq": CheckFreq(costs),
-        "gemini, every iteration": Gemini(costs, 3600.0, interval=1),
-        "gemini, without stalls": Gemini(costs, 3600.0, interval=every),
-        "moetion": MoEtion(costs),
+        "checkfreq": CheckFreqCost(costs),
+        "gemini, every iteration": GeminiCost(costs, 3600.0, interval=1),
+        "gemini, without stalls": GeminiCost(costs, 3600.0, interval=every),
+        "moetion": MoEtionCost(costs),
     }
 
 
-def checkpoint_s(strategy: Strategy) -> float:
+def checkpoint_s(strategy: StrategyCost) -> float:
     """Return the seconds until one checkpoint is complete."""
     costs = strategy.costs
     match strategy:
-        case CheckFreq():
+        case CheckFreqCost():
             return costs.copy_s(costs.full_bytes) + costs.store_s()
-        case MoEtion():
+        case MoEtionCost():
             return max(costs.copy_s(strategy.copied_bytes), costs.send_s(strategy.sent_bytes))
         case _:
             return max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
 
 
-def wasted_s(strategy: Strategy) -> float:
+def wasted_s(strategy: StrategyCost) -> float:
     """Return the wasted seconds by the paper's formula: a checkpoint, its retrieval, and half an interval."""
     return checkpoint_s(strategy) + strategy.fetch_s + strategy.interval / 2 * strategy.costs.iteration_s
 
 
-def share(strategy: Strategy) -> float:
+def share(strategy: StrategyCost) -> float:
     """Return the share of the full state that a checkpoint holds."""
     return strategy.copied_bytes * strategy.interval / strategy.costs.full_bytes
 
 
-def draw(axes: Any, by_model: dict[str, dict[str, Strategy]]) -> None:
+def draw(axes: Any, by_model: dict[str, dict[str, StrategyCost]]) -> None:
     """Draw one panel for each figure."""
     panels = (
         ("4: checkpoint, GB", lambda strategy: share(strategy) * strategy.costs.job_bytes / GB),
@@ -99,7 +99,7 @@ def draw(axes: Any, by_model: dict[str, dict[str, Strategy]]) -> None:
         axis.legend(fontsize=7)
 
 
-def report(by_model: dict[str, dict[str, Strategy]], steps: str) -> str:
+def report(by_model: dict[str, dict[str, StrategyCost]], steps: str) -> str:
     """Return the text of the page, with ``steps`` as its part about figures 9 and 10."""
     rows = []
     for model, own in by_model.items():
@@ -114,7 +114,7 @@ def report(by_model: dict[str, dict[str, Strategy]], steps: str) -> str:
         "model", "system", "iteration, s", "checkpoint, GB (fig. 4)", "checkpoint, s (fig. 5)",
         "in 100 iterations (fig. 6)", "overhead of an iteration, s", "wasted, s (fig. 7)",
     )  # fmt: skip
-    computed = [MoEtion(costs_of(model)) for model in MODELS]
+    computed = [MoEtionCost(costs_of(model)) for model in MODELS]
     selected = [
         [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", f"{own.experts_saved} and {own.experts_sent}",
          f"{share_of(model):.0f}", f"{own.risks.peer_risk:.2f}", model.wasted_s]
@@ -181,7 +181,7 @@ GPUs' peak and two replicas are assumed. No widths are published; they are chose
 def share_of(model: Model) -> float:
     """Return the gigabytes of the non-experts and of S experts per layer, with the published S."""
     costs = costs_of(model)
-    own = MoEtion(costs)
+    own = MoEtionCost(costs)
     whole = own.other_bytes + own.expert_bytes * model.selected / model.model.num_experts
     return whole / costs.full_bytes * costs.job_bytes / GB
 

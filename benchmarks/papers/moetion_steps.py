@@ -16,8 +16,8 @@ from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import ASSUMED_SHARE, GB, Cluster
 from moevement_core.planning.job import JobShape
 from moevement_core.planning.transformer import describe
+from moevement_core.simulator.costs import Costs, MoEtionCost, Optimizations
 from moevement_core.simulator.iteration import from_total
-from moevement_core.simulator.strategies import Costs, MoEtion, Optimizations
 
 EXPERTS = (1, 2, 4, 8, 16, 32)
 GEMINI_GB, GEMINI_S = 1820.0, 74.9
@@ -48,9 +48,9 @@ class Step:
     model: Model
     name: str
     published_s: float | None
-    fixed: MoEtion
+    fixed: MoEtionCost
     """Strategy with the S of the paper."""
-    largest: MoEtion
+    largest: MoEtionCost
     """Strategy with the largest S that budgets carry."""
 
 
@@ -71,16 +71,16 @@ class Scaled:
         return self.costs.full_bytes * self.costs.plan.inputs.job.ranks / BYTES_PER_S
 
     @cached_property
-    def tenth(self) -> MoEtion:
+    def tenth(self) -> MoEtionCost:
         """Strategy that saves a tenth of the experts: the share that 195 of 1,820 GB are."""
-        return MoEtion(
+        return MoEtionCost(
             self.costs, experts_saved=max(1, round(self.experts / 10)), optimizations=STEPS["+ bubbles (5.3)"]
         )
 
     @cached_property
-    def largest(self) -> MoEtion:
+    def largest(self) -> MoEtionCost:
         """Strategy with the largest S that budgets carry, and all techniques."""
-        return MoEtion(self.costs)
+        return MoEtionCost(self.costs)
 
 
 def costs_of(model: Model, *, is_whole: bool = False, micro_batches: int = MICRO_BATCHES) -> Costs:
@@ -129,8 +129,8 @@ def steps(*, is_whole: bool) -> list[Step]:
             model=model,
             name=name,
             published_s=published_s,
-            fixed=MoEtion(costs, experts_saved=model.selected, optimizations=used),
-            largest=MoEtion(costs, optimizations=used),
+            fixed=MoEtionCost(costs, experts_saved=model.selected, optimizations=used),
+            largest=MoEtionCost(costs, optimizations=used),
         )
         for model in (*MODELS, LARGEST)
         for costs in [costs_of(model, is_whole=is_whole)]
@@ -138,12 +138,12 @@ def steps(*, is_whole: bool) -> list[Step]:
     ]
 
 
-def sent_gb(strategy: MoEtion) -> float:
+def sent_gb(strategy: MoEtionCost) -> float:
     """Return the gigabytes that all ranks together send to each peer for a checkpoint."""
     return strategy.sent_bytes * strategy.interval * strategy.costs.plan.inputs.job.ranks / GB
 
 
-def saved_gb(strategy: MoEtion) -> float:
+def saved_gb(strategy: MoEtionCost) -> float:
     """Return the gigabytes of a checkpoint of all ranks."""
     return strategy.snapshot_bytes / strategy.costs.full_bytes * strategy.costs.job_bytes / GB
 
@@ -239,7 +239,7 @@ What differs from the paper, and why:
 
 
 def _bubble_share(model: Model, micro_batches: int = MICRO_BATCHES) -> float:
-    strategy = MoEtion(costs_of(model, micro_batches=micro_batches))
+    strategy = MoEtionCost(costs_of(model, micro_batches=micro_batches))
     return strategy.bubbles.seconds / ITERATION_S
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.environment import measured_on
 from benchmarks.papers import common
 from benchmarks.papers.common import scenario, simulated, table
-from moevement_core.simulator.strategies import Costs, MoEvement, Strategy
+from moevement_core.simulator.costs import Costs, MoEvementCost, StrategyCost
 
 OUTPUT = Path(__file__).with_suffix(".md")
 MTBF_S = 600.0
@@ -38,10 +38,10 @@ def rows_of(preset: str, costs: Costs) -> list[list[str]]:
     return [_row(preset, common.SYSTEMS[name](costs, MTBF_S)) for name in SYSTEMS]
 
 
-def _row(preset: str, strategy: Strategy) -> list[str]:
+def _row(preset: str, strategy: StrategyCost) -> list[str]:
     costs = strategy.costs
     plan = costs.plan
-    is_sparse = isinstance(strategy, MoEvement)
+    is_sparse = isinstance(strategy, MoEvementCost)
     return [
         preset, f"{plan.inputs.job.ranks:,}", strategy.name, str(plan.size if is_sparse else strategy.interval),
         ("yes" if plan.is_carried else "no") if is_sparse else "-",

@@ -16,7 +16,7 @@ from benchmarks.environment import measured_on
 from benchmarks.papers import common
 from benchmarks.papers.common import formula, scenario, simulated, table
 from benchmarks.papers.published import HOURS, MODELS, MTBFS_S, Model, System
-from moevement_core.simulator.strategies import CheckFreq, Costs, Dense, Strategy
+from moevement_core.simulator.costs import CheckFreqCost, Costs, DenseCost, StrategyCost
 
 OUTPUT = Path(__file__).with_suffix(".md")
 HEADER = (
@@ -50,7 +50,7 @@ def rows_of(model: Model, costs: Costs) -> list[list[str]]:
     return rows
 
 
-def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
+def strategy_of(system: System, costs: Costs, mtbf_s: float) -> StrategyCost:
     """Return the strategy of a published system.
 
     CheckFreq has one published interval, so it runs with the published interval and overhead. Its lag and load time
@@ -59,8 +59,8 @@ def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
     if system.name != "checkfreq":
         return common.SYSTEMS[system.name](costs, mtbf_s)
     assert system.interval is not None
-    simulated_strategy = CheckFreq(costs)
-    return Dense(
+    simulated_strategy = CheckFreqCost(costs)
+    return DenseCost(
         costs,
         interval=system.interval,
         stall_s=system.overhead * costs.iteration_s * system.interval,

@@ -16,8 +16,8 @@ from benchmarks.papers.common import scenario, table
 from benchmarks.papers.published import MODELS, Model
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.strategies import Gemini, MoEvement
-from moevement_core.strategies.config import Recovery
+from moevement_core.simulator.costs import GeminiCost, MoEvementCost
+from moevement_core.strategies.config import RecoveryKind
 
 OUTPUT = Path(__file__).with_suffix(".md")
 GB = 1e9
@@ -41,8 +41,8 @@ def row(model: Model) -> list[str]:
     # The logs of all ranks of all stages.
     logs = sum(plan.log_memory(stage) for stage in plan.stages) * costs.ranks_of_stage
     an_iteration = sum(stage.log_bytes for stage in plan.stages) * costs.ranks_of_stage
-    dense = Gemini(costs, 3600.0).host_bytes * ranks
-    sparse = MoEvement(costs).host_bytes * ranks
+    dense = GeminiCost(costs, 3600.0).host_bytes * ranks
+    sparse = MoEvementCost(costs).host_bytes * ranks
     state = costs.job_bytes
     return [
         model.preset, f"{model.gemini_gb:.1f}", f"{model.gemini_gb * GB / model.parameters:.1f}",
@@ -74,7 +74,7 @@ def like_for_like(model: Model) -> list[str]:
 WAYS: dict[str, dict[str, Any]] = {
     "aligned, replay": {},
     "rolling, replay": {"kind": WindowKind.ROLLING},
-    "redo": {"recovery": Recovery.REDO},
+    "redo": {"recovery": RecoveryKind.REDO},
 }
 PROTECTIONS: dict[str, dict[str, Any]] = {
     "copies:2": {"replicas": 2},

@@ -18,8 +18,8 @@ from moevement_core.planning.cluster import CLUSTERS
 from moevement_core.planning.transformer import Layout, Transformer, describe
 from moevement_core.precision import TABLE_7 as REGIMES
 from moevement_core.precision import Regime
+from moevement_core.simulator.costs import CheckFreqCost, Costs, MoEvementCost
 from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import CheckFreq, Costs, MoEvement
 
 OUTPUT = Path(__file__).with_suffix(".md")
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
@@ -74,8 +74,8 @@ def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Cos
     delays = ", ".join(f"{interval * late_s:.1f}" for interval, late_s in published.gemini)
     return [
         str(regime), f"{stated.job_bytes / GB:.0f} GB", delays, ", ".join(f"{rate / GB:.1f}" for rate in own),
-        f"{published.window}", f"{MoEvement(stated).costs.plan.size}", f"{MoEvement(slow).costs.plan.size}",
-        f"{published.checkfreq[0]}", f"{CheckFreq(stated).interval}", f"{CheckFreq(slow).interval}",
+        f"{published.window}", f"{MoEvementCost(stated).costs.plan.size}", f"{MoEvementCost(slow).costs.plan.size}",
+        f"{published.checkfreq[0]}", f"{CheckFreqCost(stated).interval}", f"{CheckFreqCost(slow).interval}",
         ", ".join(str(interval) for interval, _ in published.gemini),
         ", ".join(str(common.gemini(slow, mtbf_s).interval) for mtbf_s in (3600, 1800, 600)),
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from benchmarks.papers.checkpoint_sizes import CASES, GPT_350M_16E, Case, expert
 from benchmarks.papers.common import table
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.dynamic_k import PLT_LIMIT
-from moevement_core.simulator.two_levels import Fault, TwoLevels
+from moevement_core.simulator.two_levels import NodeFault, TwoLevels
 
 INTERVAL = 2
 """Iterations between checkpoints."""
@@ -62,7 +62,7 @@ def share_lost(case: Case, experts: int, persisted: int) -> float:
         for number in range(2 * EXPERTS, 3 * EXPERTS):
             # What follows a single fault loses nothing, so the simulation ends there.
             begun = replace(run, checkpoints=number + 1)
-            (restored,) = begun.recoveries([Fault(number, frozenset({node}))])
+            (restored,) = begun.recoveries([NodeFault(number, frozenset({node}))])
             shares.append(restored.lost.total / (run.tokens.sum() * CHECKPOINTS))
     return statistics.fmean(shares)
 
@@ -70,7 +70,7 @@ def share_lost(case: Case, experts: int, persisted: int) -> float:
 @cache
 def after_faults(count: int, limit: float) -> tuple[int, float]:
     """Return K and PLT after ``count`` faults of both nodes, evenly spread over the training, from K = 1 on."""
-    faults = [Fault(round(CHECKPOINTS * (number + 1) / (count + 1)), frozenset({0, 1})) for number in range(count)]
+    faults = [NodeFault(round(CHECKPOINTS * (number + 1) / (count + 1)), frozenset({0, 1})) for number in range(count)]
     last = training(CASES[1], 1, None, limit).recoveries(faults)[-1]
     return last.experts, last.lost.proportion
 

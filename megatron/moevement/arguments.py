@@ -23,7 +23,7 @@ from moevement_core.elastic.config import SlotsConfig
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.run.guarantees import Restored, of_job
-from moevement_core.strategies.config import NO_STRATEGY, Recovery
+from moevement_core.strategies.config import NO_STRATEGY, RecoveryKind
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.trainer.config import SessionConfig, add_session_flags
 from moevement_core.util.environment import MEMBER_ENV
@@ -178,7 +178,7 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
     return parse_args
 
 
-def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
+def recovery_on_gpus(args: argparse.Namespace) -> RecoveryKind:
     """Return the default of ``--moevement-recovery`` on GPUs: ``auto`` if a redo is possible, else ``replay``.
 
     A redo repeats elementwise updates, which are exact on any device. A replay repeats sums, which are not
@@ -186,7 +186,7 @@ def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
     matrices, and no rank has those.
     """
     can_redo = args.moevement_strategy == MoEvement.name and args.optimizer == "adam"
-    return Recovery.AUTO if can_redo else Recovery.REPLAY
+    return RecoveryKind.AUTO if can_redo else RecoveryKind.REPLAY
 
 
 def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
@@ -289,7 +289,7 @@ def describe_filled_in(args: argparse.Namespace) -> list[str]:
     if args.data_path and Path(args.data_path[-1]) == embedded.corpus_path():
         lines.append("no --data-path: training on the embedded corpus, 190 KB of generated sentences")
     if args.moevement_sparse_ckpt and not platform.is_cpu():
-        replays = args.moevement_recovery == Recovery.REPLAY
+        replays = args.moevement_recovery == RecoveryKind.REPLAY
         lines += of_job(arithmetic_of(args), Restored.REPLAY if replays else Restored.REDO)
     if args.load and args.ckpt_step is None and not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
         lines.append(f"no checkpoint in --load {args.load}: starting from fresh weights")

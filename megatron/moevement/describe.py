@@ -25,7 +25,7 @@ from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.ownership import owned_by_ranks, steps_are_tensors, weights_in_fp8
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
-from moevement_core.planning.job import JobShape, OperatorShape, Part, StageShape
+from moevement_core.planning.job import JobShape, OperatorShape, StageShape, TensorPart
 from moevement_core.precision import Regime, Scaling, TensorShape
 
 # Values for flags that may need Transformer Engine, CUDA or DeepEP but do not affect shapes.
@@ -181,7 +181,7 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
         ranks = {
             keeps: tuple(
                 tuple(
-                    Part(index[places[parameter][0]], places[parameter][1], elements)
+                    TensorPart(index[places[parameter][0]], places[parameter][1], elements)
                     for parameter, elements in rank.items()
                 )
                 for rank in by_rank

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from moevement_core.launching.worker import Trainer, code_of, end_groups, run_script
+from moevement_core.launching.worker import TrainerKind, code_of, end_groups, run_script
 from moevement_core.rendezvous.job_code import SCRIPT_ENV
 
 
@@ -55,7 +55,7 @@ def _refuse(argv: Sequence[str], ranks: int) -> None:
     refuse_early(argv, ranks)
 
 
-MEGATRON = Trainer(
+MEGATRON = TrainerKind(
     module="megatron.moevement.worker",
     run_rank=run_rank,
     preload=preload,

@@ -85,7 +85,7 @@ class TreeGroup:
             ExchangeError: another rank calls another collective.
         """
         parts = [_PART.pack(self.place, len(data)), data]
-        with _Step(self, _GATHER) as step:
+        with _Collective(self, _GATHER) as step:
             parts += [step.receive(child) for child in self._children]
             whole = step.pass_down(b"".join(parts))
         return _values(whole, self.size)
@@ -97,7 +97,7 @@ class TreeGroup:
             RuntimeError: a rank of the group is lost.
             ExchangeError: another rank calls another collective.
         """
-        with _Step(self, _BROADCAST) as step:
+        with _Collective(self, _BROADCAST) as step:
             path = list(_to_root(source))
             if self.place in path and self.place != source:
                 data = step.receive(path[path.index(self.place) - 1])
@@ -117,7 +117,7 @@ class TreeGroup:
             ExchangeError: another rank calls another collective, or gives a tensor of another size.
         """
         flat = values.view(-1)
-        with _Step(self, reduction) as step:
+        with _Collective(self, reduction) as step:
             for child in self._children:
                 received = step.receive(child)
                 if len(received) != flat.numel() * flat.element_size():
@@ -165,7 +165,7 @@ class TreeGroup:
             RuntimeError: a rank of the group is lost.
             ExchangeError: another rank calls another collective.
         """
-        with _Step(self, _QUESTION) as step:
+        with _Collective(self, _QUESTION) as step:
             for child in self._children:
                 step.receive(child)
             answer = bytes([question()]) if self._parent is None else b""
@@ -203,14 +203,14 @@ class _Later:
             raise RuntimeError(f"a reduction in the background has failed: {self._error}")
 
 
-class _Step:
+class _Collective:
     """Messages that this rank exchanges with its neighbours in one collective."""
 
     def __init__(self, group: TreeGroup, kind: int) -> None:
         self._group, self._kind = group, kind
         self._number = group._number
 
-    def __enter__(self) -> _Step:
+    def __enter__(self) -> _Collective:
         self._group._number = (self._number + 1) % _NUMBERS
         return self
 

@@ -21,7 +21,7 @@ from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.comms.transport import Transport
 from moevement_core.elastic import digest
-from moevement_core.elastic.ranges import Move, Range, reshard
+from moevement_core.elastic.ranges import ElementRange, Move, reshard
 from moevement_core.errors import RecoveryError
 
 ROUND_BYTES = 512 << 20
@@ -42,9 +42,9 @@ class Piece:
     """Elements of the range, flat."""
 
     @property
-    def range(self) -> Range:
+    def range(self) -> ElementRange:
         """Range of the whole tensor that this piece holds."""
-        return Range(self.name, self.begin, self.begin + self.tensor.numel())
+        return ElementRange(self.name, self.begin, self.begin + self.tensor.numel())
 
 
 def once(pieces: Iterable[Piece]) -> list[Piece]:
@@ -126,13 +126,13 @@ def exchange(
         StateMissing: some part of the wanted state is on no rank; nothing has been written.
         RecoveryError: replicas of a range differ, or the exchange changed the state. Every rank raises the error.
     """
-    reports: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
+    reports: list[tuple[list[ElementRange], list[ElementRange], dict[str, str]]] = all_gather_objects(
         (
             [piece.range for piece in held],
             [piece.range for piece in wanted],
             {piece.name: piece.operator for piece in wanted},
         ),
-        tuple[list[Range], list[Range], dict[str, str]],
+        tuple[list[ElementRange], list[ElementRange], dict[str, str]],
     )
     before = {rank: report[0] for rank, report in enumerate(reports)}
     after = {rank: report[1] for rank, report in enumerate(reports)}
@@ -254,7 +254,7 @@ def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return by_name
 
 
-def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torch.Tensor]:
+def _find(pieces: Mapping[str, Sequence[Piece]], wanted: ElementRange) -> Iterator[torch.Tensor]:
     """Yield the tensors that together hold the range ``wanted`` on this rank, in order."""
     for piece in sorted(pieces[wanted.name], key=lambda piece: piece.begin):
         begin, end = max(piece.begin, wanted.begin), min(piece.range.end, wanted.end)
@@ -266,7 +266,7 @@ def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torc
 
 
 def _digests(
-    held: Sequence[Piece], ranges: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
+    held: Sequence[Piece], ranges: Mapping[int, Sequence[ElementRange]], operators: Mapping[str, str]
 ) -> dict[str, int]:
     """Return the digest of each operator's state on all ranks together; every rank calls this function.
 
@@ -294,7 +294,7 @@ def _digests(
             whole = own.get(first_range)
             part = whole if whole is not None else _digest(first_range, pieces)
             counted[operators[first_range.name]] = digest.together((counted[operators[first_range.name]], part))
-    gathered = all_gather_objects((own, dict(counted)), tuple[dict[Range, int], dict[str, int]])
+    gathered = all_gather_objects((own, dict(counted)), tuple[dict[ElementRange, int], dict[str, int]])
     _compare_replicas([digests for digests, _ in gathered], operators)
     every: dict[str, int] = defaultdict(int)
     for _, parts in gathered:
@@ -303,7 +303,7 @@ def _digests(
     return dict(every)
 
 
-def _digest(whole: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
+def _digest(whole: ElementRange, pieces: Mapping[str, Sequence[Piece]]) -> int:
     parts, begin = [], whole.begin
     for tensor in _find(pieces, whole):
         parts.append(digest.of_range(whole.name, begin, _plain(tensor)))
@@ -311,7 +311,7 @@ def _digest(whole: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
     return digest.together(parts)
 
 
-def _first_holders(held: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:
+def _first_holders(held: Mapping[int, Sequence[ElementRange]]) -> dict[int, list[ElementRange]]:
     """Assign each element to one rank that holds it, and return the ranges that each rank was assigned."""
     ends: dict[str, tuple[int, int]] = {}
     for ranges in held.values():
@@ -319,15 +319,15 @@ def _first_holders(held: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]
             begin, end = ends.get(held_range.name, (held_range.begin, held_range.end))
             ends[held_range.name] = min(begin, held_range.begin), max(end, held_range.end)
     nobody = -1
-    whole = [Range(name, begin, end) for name, (begin, end) in sorted(ends.items())]
-    holders: dict[int, list[Range]] = defaultdict(list)
+    whole = [ElementRange(name, begin, end) for name, (begin, end) in sorted(ends.items())]
+    holders: dict[int, list[ElementRange]] = defaultdict(list)
     for move in reshard(held, {nobody: whole}).moves:
         holders[move.source].append(move.range)
     return holders
 
 
-def _compare_replicas(digests_by_rank: Sequence[Mapping[Range, int]], operators: Mapping[str, str]) -> None:
-    known: dict[Range, tuple[int, int]] = {}
+def _compare_replicas(digests_by_rank: Sequence[Mapping[ElementRange, int]], operators: Mapping[str, str]) -> None:
+    known: dict[ElementRange, tuple[int, int]] = {}
     for rank, digests in enumerate(digests_by_rank):
         for part, value in digests.items():
             first, expected = known.setdefault(part, (rank, value))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Range(NamedTuple):
+class ElementRange(NamedTuple):
     """Range of elements of a state tensor, from ``begin`` to before ``end``."""
 
     name: str
@@ -32,7 +32,7 @@ class Move(NamedTuple):
 
     source: int
     target: int
-    range: Range
+    range: ElementRange
 
 
 class Resharding(NamedTuple):
@@ -45,10 +45,10 @@ class Resharding(NamedTuple):
     """
 
     moves: tuple[Move, ...]
-    missing: Mapping[int, tuple[Range, ...]]
+    missing: Mapping[int, tuple[ElementRange, ...]]
 
 
-def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[Range]]) -> Resharding:
+def reshard(held: Mapping[int, Sequence[ElementRange]], wanted: Mapping[int, Sequence[ElementRange]]) -> Resharding:
     """Return the moves that bring every wanted range to the rank that wants it.
 
     If this rank already holds the range, it is also the source of the move. Otherwise, the source is the holder with
@@ -65,9 +65,9 @@ def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[R
     holders = _by_tensor(held)
     sends: Counter[int] = Counter()
     moves: list[Move] = []
-    missing: dict[int, tuple[Range, ...]] = {}
+    missing: dict[int, tuple[ElementRange, ...]] = {}
     for target in sorted(wanted):
-        gaps: list[Range] = []
+        gaps: list[ElementRange] = []
         for needed in wanted[target]:
             _check(needed)
             here = holders.get(needed.name, {})
@@ -91,7 +91,7 @@ Cuts = list[tuple[int, int]]
 """Ranges of one tensor on one rank, as pairs of begin and end, ascending."""
 
 
-def _by_tensor(held: Mapping[int, Sequence[Range]]) -> dict[str, dict[int, Cuts]]:
+def _by_tensor(held: Mapping[int, Sequence[ElementRange]]) -> dict[str, dict[int, Cuts]]:
     by_tensor: dict[str, dict[int, Cuts]] = {}
     for rank in sorted(held):
         for held_range in held[rank]:
@@ -107,12 +107,12 @@ def _by_tensor(held: Mapping[int, Sequence[Range]]) -> dict[str, dict[int, Cuts]
     return by_tensor
 
 
-def _check(checked: Range) -> None:
+def _check(checked: ElementRange) -> None:
     if not 0 <= checked.begin < checked.end:
         raise ValueError(f"{checked}; needs a begin of 0 or more, and an end above it")
 
 
-def _cut(whole: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:
+def _cut(whole: ElementRange, holders: Mapping[int, Cuts]) -> Iterator[ElementRange]:
     """Yield the pieces of a range, cut where a range of any holder begins or ends.
 
     So each holder has either the whole piece or nothing of it.
@@ -122,10 +122,10 @@ def _cut(whole: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:
         edges.update(edge for cut in cuts for edge in cut if whole.begin < edge < whole.end)
     ordered = sorted(edges)
     for begin, end in itertools.pairwise(ordered):
-        yield Range(whole.name, begin, end)
+        yield ElementRange(whole.name, begin, end)
 
 
-def _holds(cuts: Cuts, piece: Range) -> bool:
+def _holds(cuts: Cuts, piece: ElementRange) -> bool:
     place = bisect_right(cuts, (piece.begin, 2**63)) - 1
     return place >= 0 and cuts[place][1] >= piece.end
 
@@ -135,7 +135,7 @@ def _joined(moves: Sequence[Move]) -> Iterator[Move]:
     last: Move | None = None
     for move in moves:
         if last is not None and move[:2] == last[:2] and move.range[:2] == (last.range.name, last.range.end):
-            last = Move(last.source, last.target, Range(last.range.name, last.range.begin, move.range.end))
+            last = Move(last.source, last.target, ElementRange(last.range.name, last.range.begin, move.range.end))
             continue
         if last is not None:
             yield last

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moevement_core.comms import plain
-from moevement_core.device import Device, Event
+from moevement_core.device import Device, DeviceEvent
 from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import HeldBuffer, OwnSnapshots
@@ -23,8 +23,8 @@ from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
     Header,
-    Part,
     Snapshot,
+    SnapshotPart,
     StateTensor,
     aligned_bytes,
     as_bytes,
@@ -35,7 +35,7 @@ from moevement_core.snapshot.whole import begin_whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Logged:
+class CopiedGradients:
     """Gradients of one update, copied into the buffer of the snapshot that will hold them."""
 
     iteration: int
@@ -77,14 +77,14 @@ class Capturer:
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
         self._layouts = Layouts(states)
         self._engine = copy_engine(device, pause)
-        self._logged: Logged | None = None
+        self._logged: CopiedGradients | None = None
         self._copied_bytes, self._copy_s = 0, 0.0
 
     def logs_gradients(self, iteration: int, schedule: Schedule) -> bool:
         """Return True if ``SS_iteration`` holds gradients of this rank's operators."""
         return bool(self._layouts.of(schedule, schedule.slot(iteration)).gradients)
 
-    def log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
+    def log(self, iteration: int, schedule: Schedule, ready: DeviceEvent | None = None) -> bool:
         """Begin to copy the gradients of ``iteration``'s update into the buffer of ``SS_iteration``.
 
         The caller must not change the gradients before :meth:`order_after_gradient_copies`.
@@ -106,7 +106,7 @@ class Capturer:
             return False
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in layout.gradients]
         copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None, ready=ready)
-        self._logged = Logged(iteration, schedule.id, buffer, copies)
+        self._logged = CopiedGradients(iteration, schedule.id, buffer, copies)
         return True
 
     def has_logged(self, iteration: int, schedule: Schedule) -> bool:
@@ -114,7 +114,7 @@ class Capturer:
         logged = self._logged
         return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
 
-    def mark_gradients(self) -> Event:
+    def mark_gradients(self) -> DeviceEvent:
         """Return an event after the work issued so far, which the caller later passes to :meth:`log` as ``ready``."""
         mark = self._device.event()
         mark.record()
@@ -271,7 +271,7 @@ class Capturer:
         return {name: tensors for name, tensors in every.items() if tensors}
 
 
-def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
+def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> SnapshotPart | None:
     """Return which part of a snapshot goes to peers or to disk; None for the whole snapshot.
 
     The schedule leaves some experts out of the part. A rank without tensors of such an expert has nothing to leave out,
@@ -291,4 +291,4 @@ def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapp
     has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
     own = np.where(has_tensors, wanted, held)
     without = tuple(names[place] for place in np.flatnonzero(own != held))
-    return Part(contents_text(own), without, of_stage=contents_text(wanted))
+    return SnapshotPart(contents_text(own), without, of_stage=contents_text(wanted))

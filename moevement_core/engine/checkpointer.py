@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from moevement_core.device import Device, Event
+from moevement_core.device import Device, DeviceEvent
 from moevement_core.engine.capture import Capturer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime, RunSpan
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots
-from moevement_core.engine.progress import Progress
+from moevement_core.engine.progress import CheckpointCounters
 from moevement_core.engine.replicator import Replicator
 from moevement_core.engine.room import Room
 from moevement_core.overhead.pause import Pause
@@ -103,7 +103,7 @@ class Checkpointer:
             rank, states, own=self.own, device=device, memory=memory, done=self._captured, pause=pause
         )
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
-        self.progress = Progress(persisted=self.lifetime.first_needed)
+        self.progress = CheckpointCounters(persisted=self.lifetime.first_needed)
         self._agreement, self._allowance = agreement, allowance
         self._report = report
         self.room = Room(
@@ -127,7 +127,7 @@ class Checkpointer:
         """Iteration whose gradients the live tensors hold; None if they hold those of no iteration."""
         self._gone: int | None = None
         """Newest iteration whose gradients were overwritten; None before the first."""
-        self._final: Event | None = None
+        self._final: DeviceEvent | None = None
         """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
         self.room.make_for_kept(self.kept_schedules)
 
@@ -236,7 +236,7 @@ class Checkpointer:
         self._waited_s += self.capturer.order_after_gradient_copies()
         self._live = None
 
-    def _log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
+    def _log(self, iteration: int, schedule: Schedule, ready: DeviceEvent | None = None) -> bool:
         if self.capturer.log(iteration, schedule, ready):
             return True
         self.room.make_beside(self._persisted_bytes(), schedule)

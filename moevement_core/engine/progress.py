@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Progress:
+class CheckpointCounters:
     """Counters of one rank's checkpointing: costs of the last iteration, and totals of the job."""
 
     copied_bytes: int = 0

@@ -20,7 +20,7 @@ from typing import Any
 
 from moevement_core.comms.token import HOW, Token, given_token
 from moevement_core.errors import ConfigError, RunRecordError
-from moevement_core.launching.job_file import JobFile, Outcome, coordinator_of, stopped_by
+from moevement_core.launching.job_file import JobFile, JobOutcome, coordinator_of, stopped_by
 from moevement_core.launching.limits import CONNECTIONS_TO_A_STORE, allow_open_files
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
@@ -128,8 +128,8 @@ def coordinate(what: Coordination) -> int:
                 listener = _listen(what, what.port)
                 at = f"{what.host}:{listener.getsockname()[1]}"
                 entry.listens_at(at)
-                outcome = run_coordinator(what, signals, entry, Place(listener, Values(), Term(1, at)))
-                if not isinstance(outcome, Outcome):
+                outcome = run_coordinator(what, signals, entry, CoordinatorPlace(listener, Values(), Term(1, at)))
+                if not isinstance(outcome, JobOutcome):
                     return outcome  # The other coordinator has written job.json.
                 entry.outcome = outcome
                 return outcome.code
@@ -139,7 +139,7 @@ def coordinate(what: Coordination) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class CoordinatorPlace:
     """Place of a coordinator: where supervisors find it, its values, and since when it is in office."""
 
     listener: socket.socket
@@ -161,7 +161,9 @@ def _code_of(record: RunRecord | None) -> int:
     return 1 if job is None or job.code is None else job.code
 
 
-def run_coordinator(options: Coordination, signals: Signals, entry: JobFile, place: Place) -> Outcome | int:
+def run_coordinator(
+    options: Coordination, signals: Signals, entry: JobFile, place: CoordinatorPlace
+) -> JobOutcome | int:
     """Run a coordinator until the job has ended.
 
     Returns:
@@ -177,7 +179,7 @@ def run_coordinator(options: Coordination, signals: Signals, entry: JobFile, pla
 
 
 class _Coordination:
-    def __init__(self, options: Coordination, signals: Signals, entry: JobFile, place: Place) -> None:
+    def __init__(self, options: Coordination, signals: Signals, entry: JobFile, place: CoordinatorPlace) -> None:
         import torch
 
         signals.check()  # The import took seconds, and no signal is raised within it.
@@ -227,7 +229,7 @@ class _Coordination:
             else None
         )
 
-    def run(self, signals: Signals) -> Outcome | int:
+    def run(self, signals: Signals) -> JobOutcome | int:
         """Run the coordinator until the job has ended.
 
         Returns:
@@ -239,7 +241,7 @@ class _Coordination:
             self._end_at_once(stopped)
             raise
 
-    def _run(self, signals: Signals) -> Outcome | int:
+    def _run(self, signals: Signals) -> JobOutcome | int:
         while not self._loop.is_settled:
             turn = self._loop.turn(POLL_S)
             signals.check()
@@ -257,7 +259,7 @@ class _Coordination:
         reason, code = self._coordinator.end
         if self._coordinator.state is State.STOPPED:
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
-        return Outcome(code, reason)
+        return JobOutcome(code, reason)
 
     def _look_after_signals(self, signals: Signals) -> None:
         """Let the job end at the next boundary if a signal asks for it; at once if no rank trains."""

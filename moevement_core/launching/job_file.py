@@ -22,22 +22,22 @@ MOST_LINES = 3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """Exit code of a job, and the reason if the code is not 0."""
 
     code: int
     reason: str = ""
 
     @staticmethod
-    def of_error(error: BaseException) -> Outcome:
+    def of_error(error: BaseException) -> JobOutcome:
         """Return the outcome of a job that ends with an exception."""
         if isinstance(error, Stopped):
-            return Outcome(128 + error.number, f"stopped by {stopped_by(error)}")
+            return JobOutcome(128 + error.number, f"stopped by {stopped_by(error)}")
         if isinstance(error, KeyboardInterrupt):
-            return Outcome(128 + signal.SIGINT, "interrupted")
+            return JobOutcome(128 + signal.SIGINT, "interrupted")
         if isinstance(error, MoEvementError):
-            return Outcome(USAGE_ERROR, str(error))
-        return Outcome(1, f"{type(error).__name__}: {error}")
+            return JobOutcome(USAGE_ERROR, str(error))
+        return JobOutcome(1, f"{type(error).__name__}: {error}")
 
 
 class JobFile:
@@ -54,7 +54,7 @@ class JobFile:
     """
 
     def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: JobOutcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
         self._earlier: JobEntry | None = None
         """Content of ``job.json`` from the previous job; None if there was none, or it cannot be read."""
@@ -95,7 +95,7 @@ class JobFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        outcome = Outcome.of_error(error) if error is not None else self.outcome
+        outcome = JobOutcome.of_error(error) if error is not None else self.outcome
         if outcome is None or self._record is None:
             return
         if not self._has_begun and self._record.job_path.exists():
@@ -110,7 +110,7 @@ class JobFile:
                 replace(self._entry, ended_at=round(time.time(), 3), code=outcome.code, reason=reason)
             )
 
-    def _was_refused(self, outcome: Outcome) -> bool:
+    def _was_refused(self, outcome: JobOutcome) -> bool:
         """Return True if the job ended before it trained, because of an error that the user can correct."""
         return outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
 

@@ -27,7 +27,7 @@ from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.store_process import StoreProcess
 from moevement_core.launching.watch import ReplaceFailedRanks, UntilOneFails, Watch
-from moevement_core.launching.worker import Trainer
+from moevement_core.launching.worker import TrainerKind
 from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
@@ -55,7 +55,7 @@ class Launch:
     nproc: int
     argv: list[str]
     """Path of the script, followed by its arguments."""
-    trainer: Trainer
+    trainer: TrainerKind
     """Kind of the script: one for Megatron, or one with its own trainer in plain torch."""
     show_logs: bool
     """True if ranks print to the launcher's output; False: each rank prints to its own files in the run directory."""
@@ -352,7 +352,7 @@ def threads(ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
-def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
+def gpu_environment(trainer: TrainerKind, *, has_spares: bool) -> dict[str, str]:
     """Return environment variables for ranks on GPUs; empty without a GPU.
 
     Variables that this process's environment already sets keep their values.

@@ -15,11 +15,11 @@ from moevement_core.errors import RunRecordError
 from moevement_core.launching.coordinate import (
     OPTIONS,
     Coordination,
-    Place,
+    CoordinatorPlace,
     report,
     run_coordinator,
 )
-from moevement_core.launching.job_file import JobFile, Outcome
+from moevement_core.launching.job_file import JobFile, JobOutcome
 from moevement_core.launching.signals import Signals
 from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, POLL_S
 from moevement_core.rendezvous.standby import Standby
@@ -59,13 +59,13 @@ def stand_by(coordinator: tuple[str, int], host: str, token: Token) -> None:
     entry = JobFile(record, _continued(record, options))
     entry.listens_at(standby.term.owner)
     report(f"the coordinator is lost; {standby.term.owner} takes over the job in term {standby.term.number}")
-    place = Place(
+    place = CoordinatorPlace(
         listener, standby.values, standby.term, lease_s=standby.lease_s, expected=standby.voters, is_awaited=False,
     )  # fmt: skip
     with Signals() as signals, entry:
         outcome = run_coordinator(options, signals, entry, place)
-        entry.outcome = outcome if isinstance(outcome, Outcome) else None
-    if isinstance(outcome, Outcome):
+        entry.outcome = outcome if isinstance(outcome, JobOutcome) else None
+    if isinstance(outcome, JobOutcome):
         _end_allocation()
 
 

@@ -31,14 +31,14 @@ from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.stand_by import stand_by
 from moevement_core.launching.supervisor import Supervisor, is_mistake
-from moevement_core.launching.worker import Trainer
+from moevement_core.launching.worker import TrainerKind
 from moevement_core.monitoring.endpoint import SERVED, served_by
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT, LeaseClient
 from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.roster import LATE_TASK, RANKS, STORE, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.rendezvous.values import Kind
+from moevement_core.rendezvous.values import RequestKind
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.environment import (
     FIRST_TASK_ENV,
@@ -118,7 +118,7 @@ def task_of(environment: Mapping[str, str], processes: int) -> Task:
     return Task(number, tasks, processes)
 
 
-Ask = Callable[[Kind, str, str | None], str | None]
+Ask = Callable[[RequestKind, str, str | None], str | None]
 """Function that passes a request on the job's values to the coordinator, and returns the answer."""
 
 
@@ -129,16 +129,18 @@ def claim(ask: Ask, task: Task) -> Task:
     among those. So a repaired or added node can join the job with the command that the first nodes used.
     """
     own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-    if ask(Kind.CLAIM, TASK.format(task.number), own_claim) == own_claim:
+    if ask(RequestKind.CLAIM, TASK.format(task.number), own_claim) == own_claim:
         return task
-    late = next(number for number in count() if ask(Kind.CLAIM, LATE_TASK.format(number), own_claim) == own_claim)
+    late = next(
+        number for number in count() if ask(RequestKind.CLAIM, LATE_TASK.format(number), own_claim) == own_claim
+    )
     return replace(task, late=late)
 
 
 def answer_of(
     client: LeaseClient,
     newest: Callable[[], tuple[str, int] | None],
-    kind: Kind,
+    kind: RequestKind,
     key: str,
     value: str | None = None,
 ) -> str | None:
@@ -183,7 +185,7 @@ def supervise(
     task: Task,
     spares: int,
     environment: dict[str, str],
-    trainer: Trainer,
+    trainer: TrainerKind,
     *,
     fresh_interpreters: bool = False,
 ) -> int:
@@ -212,8 +214,8 @@ def supervise(
     newest = partial(coordinator_of, record)
     ask = partial(answer_of, client, newest)
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
-        ask(Kind.SET, SERVED, served.encode())
-    ranks, processes, task = int(ask(Kind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
+        ask(RequestKind.SET, SERVED, served.encode())
+    ranks, processes, task = int(ask(RequestKind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
     client.name = task.name
     if task.late is None and ranks != processes - spares:
         raise ConfigError(
@@ -225,7 +227,7 @@ def supervise(
     common = {
         **environment,
         **own_token().environment,
-        STORE_ENV: ask(Kind.READ, STORE) or "",
+        STORE_ENV: ask(RequestKind.READ, STORE) or "",
         SUPERVISOR_ENV: relay.address,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),

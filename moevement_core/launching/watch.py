@@ -12,7 +12,7 @@ from typing import Any
 
 from moevement_core import log
 from moevement_core.launching.children import Child, end_all
-from moevement_core.launching.job_file import Outcome
+from moevement_core.launching.job_file import JobOutcome
 from moevement_core.launching.silence import HangDetector
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.rendezvous.coordinator import Coordinator, State
@@ -44,7 +44,7 @@ class Watch(ABC):
         return False
 
     @abstractmethod
-    def verdict(self) -> Outcome:
+    def verdict(self) -> JobOutcome:
         """Print the reason if the exit code of the job is not 0, and return the outcome of the job.
 
         The launcher calls this when every process has ended.
@@ -91,7 +91,7 @@ class UntilOneFails(Watch):
             page.ask_to_wind_down()
         return any(page.committed is not None for page in self._pages)
 
-    def verdict(self) -> Outcome:
+    def verdict(self) -> JobOutcome:
         """Print which rank has failed, if any, and return the outcome of the job."""
         return _say_who_failed(self._children)
 
@@ -123,15 +123,15 @@ def _reports_of(child: Child) -> list[str]:
     return [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
 
 
-def _say_who_failed(children: list[Child]) -> Outcome:
+def _say_who_failed(children: list[Child]) -> JobOutcome:
     codes = [child.code for child in children]
     if not any(codes):
-        return Outcome(0)
+        return JobOutcome(0)
     if USAGE_ERROR in codes:
         lines = next((lines for child in children if (lines := _reports_of(child))), [])
         if lines:
             print("\n".join(lines), file=sys.stderr)
-        return Outcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))
+        return JobOutcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))
     # A killed rank breaks the connections of its peers, and the peers then fail. So a killed rank is named first.
     # Processes that the launcher itself has just ended are ignored.
     failed = [child for child in children if child.code not in (0, None) and not child.was_ended]
@@ -142,7 +142,7 @@ def _say_who_failed(children: list[Child]) -> Outcome:
     name = child.label.replace("_", " ")
     reason = f"{name} (pid {child.pid}) {child.how}{where}"
     print(f"moevement: {reason}", file=sys.stderr)
-    return Outcome(1, reason)
+    return JobOutcome(1, reason)
 
 
 class ReplaceFailedRanks(Watch):
@@ -279,7 +279,7 @@ class ReplaceFailedRanks(Watch):
             self._written = processes
             self._record.write_ranks(processes)
 
-    def verdict(self) -> Outcome:
+    def verdict(self) -> JobOutcome:
         """Print why the job has ended early, if it has, and return the outcome of the job."""
         if self._stopped:
             print(f"moevement: the job is stopped: {self._stopped}", file=sys.stderr)
@@ -287,7 +287,7 @@ class ReplaceFailedRanks(Watch):
                 if errors := child.lines_of("err"):
                     print("\n".join(errors[-15:]), file=sys.stderr)
                     break
-            return Outcome(1, self._stopped)
+            return JobOutcome(1, self._stopped)
         if self._failed is not None:
             return _say_who_failed(self._children)
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]

@@ -33,7 +33,7 @@ SETTLE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerKind:
     """Kind of training script (Megatron's, or a script in plain torch), with the functions that start its processes."""
 
     module: str
@@ -218,7 +218,7 @@ def _has_gpus() -> bool:
     return bool(torch.cuda.is_available())
 
 
-TORCH = Trainer("moevement_core.launching.worker", _run_plain_rank, _preload_torch, _has_gpus)
+TORCH = TrainerKind("moevement_core.launching.worker", _run_plain_rank, _preload_torch, _has_gpus)
 """Kind of scripts without Megatron, which describe their own trainer in plain torch to the engine."""
 
 

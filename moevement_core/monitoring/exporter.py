@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.run.figures import Figure, Kind, Sample
+from moevement_core.run.figures import Figure, FigureKind, FigureSample
 from moevement_core.util.parent import end_with_parent
 
 REQUEST_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ class RunCollector(Collector):
             return list(families(self._run.samples()))
 
 
-def families(samples: Iterable[Sample]) -> Iterator[Metric]:
+def families(samples: Iterable[FigureSample]) -> Iterator[Metric]:
     """Yield metrics in the form of ``prometheus_client``.
 
     Args:
@@ -57,7 +57,7 @@ def families(samples: Iterable[Sample]) -> Iterator[Metric]:
 
 
 def _family(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if figure.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if figure.kind is FigureKind.COUNTER else GaugeMetricFamily
     return kind(f"moevement_{figure.name}", figure.help, labels=[figure.label] if figure.label else None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.tail import Tail
-from moevement_core.run.figures import REFUSED, RunFigures, Sample, samples_of_processes
+from moevement_core.run.figures import REFUSED, FigureSample, RunFigures, samples_of_processes
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.record_shape import (
     event_complaint,
@@ -81,11 +81,11 @@ class WatchedRun:
             self._train_iterations = value if isinstance(value, int) else None
         return self._train_iterations
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[FigureSample]:
         """Yield the current values of all known metrics of the run."""
         yield from self.figures.samples()
         yield from samples_of_processes(self.processes)
-        yield Sample(REFUSED, self.refused)
+        yield FigureSample(REFUSED, self.refused)
 
     def _read(self, path: Path, absent: Any, complaint_of: Callable[[Any], str | None]) -> Any:
         try:

@@ -42,7 +42,7 @@ from moevement_core.replication.parity.staging import AT_ONCE
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.snapshot.blocks import BLOCK
 from moevement_core.strategies import DenseSchedule, MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import RecoveryKind
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
@@ -82,7 +82,7 @@ class PlanInput:
     slow-down."""
     overhead_cap: float = OVERHEAD_CAP
     """Largest share of training time that copies may cost. If they would cost more, the plan pauses between windows."""
-    recovery: Recovery = Recovery.REPLAY
+    recovery: RecoveryKind = RecoveryKind.REPLAY
     """Method of recovery: replay or redo."""
     members: int = 0
     """Number of ranks of a parity group; parity is a sum over their snapshots. 0: peers keep copies instead."""
@@ -240,7 +240,7 @@ class CheckpointPlan:
             inputs.replicas,
             reserved_d2h_bytes=log_bytes,
         )
-        if is_redone := inputs.recovery is Recovery.REDO:
+        if is_redone := inputs.recovery is RecoveryKind.REDO:
             order = order_of(table)
             own = choose_window(table.with_gradients_for_compute(), order, budget, WindowKind.ROLLING)
         else:
@@ -440,13 +440,13 @@ class CheckpointPlan:
 
         Each update reads and writes the rank's full state.
         """
-        if self.inputs.recovery is Recovery.REPLAY:
+        if self.inputs.recovery is RecoveryKind.REPLAY:
             return 0.0
         return (self.size - 1) * 2 * max(stage.full_bytes for stage in self.stages) / DEVICE_BYTES_PER_S
 
     def redo(self) -> CheckpointPlan:
         """Return the plan of the same job with recovery by redo."""
-        return CheckpointPlan(replace(self.inputs, recovery=Recovery.REDO))
+        return CheckpointPlan(replace(self.inputs, recovery=RecoveryKind.REDO))
 
     @property
     def is_carried(self) -> bool:

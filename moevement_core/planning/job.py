@@ -31,7 +31,7 @@ class OperatorShape:
         return sum(tensor.elements for tensor in self.tensors)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Part of one tensor: those elements whose optimizer state is on one rank."""
 
     operator: int
@@ -49,7 +49,7 @@ class StageShape:
     sends_per_micro_batch: int
     """Number of tensors that a rank sends to neighbouring stages for each micro-batch, in the forward and backward
     passes of all its chunks together."""
-    ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
+    ranks: Mapping[bool, tuple[tuple[TensorPart, ...], ...]] = field(default_factory=dict)
     """Parts of tensors of which each rank holds the optimizer state, in the order of ranks. The key True is for jobs
     that keep weights in FP8: these weights have separate buffers, which changes the parts. The key False is for all
     other jobs. Only Megatron can compute the parts; without Megatron the mapping is empty."""
@@ -113,7 +113,7 @@ class StageShape:
         """Return the exact bytes of state that each rank of the stage saves; an empty list if ``ranks`` is empty."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
-    def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
+    def _sum(self, parts: tuple[TensorPart, ...], regime: Regime) -> StateBytes:
         own = {(part.operator, part.tensor): part.elements for part in parts}
         weighed = [
             regime.part_bytes((tensor, own.get((operator, place), 0)) for place, tensor in enumerate(shape.tensors))

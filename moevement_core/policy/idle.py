@@ -19,7 +19,7 @@ FILLED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrafficSample:
     """Bytes that the network carried in a short period of an iteration."""
 
     offset_s: float
@@ -65,7 +65,7 @@ class IdleSpans:
         return next((FILLED * (end - offset_s) for begin, end in self.spans if begin <= offset_s < end), math.inf)
 
 
-def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpans:
+def idle_spans(iterations: Sequence[tuple[float, Sequence[TrafficSample]]]) -> IdleSpans:
     """Return the spans of an iteration in which training leaves the network idle.
 
     Args:
@@ -94,7 +94,7 @@ def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpan
     return IdleSpans(length_s, tuple(spans))
 
 
-def _slots_of(sample: Sample, length_s: float) -> range:
+def _slots_of(sample: TrafficSample, length_s: float) -> range:
     first = int((sample.offset_s - sample.length_s) / length_s * SLOTS)
     last = math.ceil(sample.offset_s / length_s * SLOTS)
     return range(max(0, first), max(0, min(SLOTS, last)))

@@ -46,7 +46,7 @@ quiet iteration, in which sends pause: ranks then agree later than usual on the 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class SnapshotParts:
     """Parts of a snapshot; None stands for the whole snapshot."""
 
     on_disk: Contents | None = None
@@ -136,9 +136,9 @@ class Schedule(ABC):
     restores_last: ClassVar[bool] = False
     """True if a recovery restores the state of a run's last snapshot, and so executes only later iterations again."""
 
-    def parts_of_slot(self, slot: int) -> Parts:
+    def parts_of_slot(self, slot: int) -> SnapshotParts:
         """Return the parts of a snapshot of ``slot`` that are written to disk and sent to peers."""
-        return Parts()
+        return SnapshotParts()
 
     @property
     def decision_interval(self) -> int:

@@ -16,16 +16,16 @@ from moevement_core.rebuild.feeders import start_feeders
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.rebuild.reexecution import Recapture, Reexecution
 from moevement_core.rebuild.replica_digests import compact
-from moevement_core.rebuild.verdict import Part, agree
+from moevement_core.rebuild.verdict import RankVerdict, agree
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.run.outcome import Recovery
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 
 
 def execute(
-    parts: Parts,
+    parts: RankParts,
     prepared: Prepared,
     lost: LostTokens,
     recapture: Recapture | None,
@@ -81,7 +81,7 @@ def execute(
         fed_bytes=sum(feeder.fed_bytes for feeder in feeders), fetch_s=prepared.fetch_s,
         replay_s=time.perf_counter() - began, replay_cpu_s=time.process_time() - began_cpu,
     )  # fmt: skip
-    part = Part(
+    part = RankVerdict(
         recovery,
         lost,
         differences=check.differences,
@@ -95,7 +95,7 @@ def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
     return {source.name.lower(): sum(plan.sources()[source] for plan in plans) for source in Source}
 
 
-def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
+def _shared_from(parts: RankParts, plan: RecoveryPlan | None) -> int | None:
     """Return the first iteration of the replay in which a tied embedding is active on some stage.
 
     From this iteration on, the replay sums the gradients of all copies of the embedding. Before it, every

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.boundary_log import Direction
 from moevement_core.recovery.feed import feed
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 
 
 class Feeder(threading.Thread):
@@ -21,7 +21,7 @@ class Feeder(threading.Thread):
         iterations: iterations that the neighbour replays.
     """
 
-    def __init__(self, parts: Parts, peer: int, direction: Direction, iterations: Sequence[int]) -> None:
+    def __init__(self, parts: RankParts, peer: int, direction: Direction, iterations: Sequence[int]) -> None:
         super().__init__(name=f"moevement-feed-{peer}-{direction.name.lower()}", daemon=True)
         self.fed_bytes = 0
         self._error: Exception | None = None
@@ -56,7 +56,7 @@ class Feeder(threading.Thread):
             raise self._error
 
 
-def start_feeders(parts: Parts, prepared: Prepared) -> list[Feeder]:
+def start_feeders(parts: RankParts, prepared: Prepared) -> list[Feeder]:
     """Start a feeder for each neighbour that replays, if this rank does not replay."""
     if prepared.own_plan is not None:
         return []

@@ -11,11 +11,11 @@ from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.plan import RecoveryPlan
-from moevement_core.recovery.replay import Observer, replay
+from moevement_core.recovery.replay import ReplayObserver, replay
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import working
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 
 
 class Recapture(Protocol):
@@ -25,7 +25,7 @@ class Recapture(Protocol):
         """Capture the snapshot of ``iteration`` again. Every rank calls it when ``state@iteration`` is live."""
 
 
-class Reexecution(Observer):
+class Reexecution(ReplayObserver):
     """Re-execution of iterations on one rank.
 
     Args:
@@ -36,7 +36,7 @@ class Reexecution(Observer):
             updates. Every rank calls it for each re-executed iteration but the last. None if no updates are lost.
     """
 
-    def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
+    def __init__(self, parts: RankParts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
         self.replayed = 0
         """Number of iterations re-executed so far."""
         self.redone = 0

@@ -14,7 +14,7 @@ from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.rebuild.replica_digests import ReplicaDigest, compact, unequal_replicas
 from moevement_core.recovery.check import StateCheck
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Compared:
     replicas: list[ReplicaDigest]
 
 
-def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> SurvivorChecks:
+def check_kept(parts: RankParts, until: int, *, is_kept: bool, replicas_are_known: bool) -> SurvivorChecks:
     """Compare the kept state of all survivors. Every rank calls it while ``state@until`` is live.
 
     Args:
@@ -93,7 +93,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     return SurvivorChecks(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
 
 
-def _compare(parts: Parts, until: int) -> _Compared:
+def _compare(parts: RankParts, until: int) -> _Compared:
     left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
     snapshot = parts.checkpointer.own.snapshots.get(until)
     if snapshot is None or snapshot.header.state != until:

@@ -17,7 +17,7 @@ from moevement_core.util.iterations import newest_of, reached_by_all
 
 
 @dataclass(frozen=True)
-class Part:
+class RankVerdict:
     """Result of a recovery on one rank, in the form that the rank sends to all others."""
 
     recovery: Recovery
@@ -30,7 +30,7 @@ class Part:
     """Digests of state that must be equal on several ranks, survivors included."""
 
 
-def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
+def agree(own: RankVerdict, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
     """Return the summary of the recovery over all ranks. Every rank calls it.
 
     Before the call, each rank that replayed has compared the part of the state that it saves. If ``other_arithmetic``
@@ -45,7 +45,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
     Raises:
         RecoveryError: a rank found an unexplained difference. Every rank raises it.
     """
-    parts = all_gather_objects(own, Part)
+    parts = all_gather_objects(own, RankVerdict)
     differences = [f"rank {rank}: {what}" for rank, part in enumerate(parts) for what in part.differences]
     unequal = unequal_replicas([part.replicas for part in parts])
     is_explained = other_arithmetic and not any(part.differ_as_loaded for part in parts)

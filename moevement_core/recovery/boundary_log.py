@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import torch
 import xxhash
 
-from moevement_core.device import Device, Event
+from moevement_core.device import Device, DeviceEvent
 from moevement_core.snapshot.snapshot import as_bytes, digest_of
 from moevement_core.util.log_buffers import LogBuffers
 
@@ -45,7 +45,7 @@ class Logged:
     shape: tuple[int, ...]
     buffer: torch.Tensor
     """Bytes of the copy, in host memory. They are complete once the device has passed the event ``copied``."""
-    copied: Event
+    copied: DeviceEvent
     digested: Future[str]
 
     @property
@@ -65,10 +65,10 @@ class _Digests:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._wanted: SimpleQueue[tuple[torch.Tensor, Event, Future[str]]] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[torch.Tensor, DeviceEvent, Future[str]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def of(self, buffer: torch.Tensor, copied: Event) -> Future[str]:
+    def of(self, buffer: torch.Tensor, copied: DeviceEvent) -> Future[str]:
         """Return a future of the digest of ``buffer``; the thread computes the digest after the event ``copied``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="moevement-log-digests", daemon=True)

@@ -12,7 +12,7 @@ import torch
 from moevement_core.comms.transport import Transport
 from moevement_core.errors import RecoveryError, SnapshotError
 from moevement_core.recovery.boundary_log import BoundaryLog, Direction
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Kind, Message, checksum
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Message, MessageKind, checksum
 from moevement_core.snapshot.snapshot import as_bytes, digest_of
 from moevement_core.util import damage
 
@@ -35,7 +35,7 @@ def feed(
             about = {"order": logged.order, "dtype": logged.dtype, "shape": logged.shape, "digest": logged.digest}
             header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
             message = Message(
-                kind=Kind.TENSOR,
+                kind=MessageKind.TENSOR,
                 rank=rank,
                 iteration=iteration,
                 header_bytes=header.numel(),
@@ -74,7 +74,7 @@ class Feed:
         self._transport.receive(self._peer, tag, header)
         self._transport.receive(self._peer, tag, payload)
         about = self._whole(message, header, payload)
-        if (message.kind, message.iteration, about["order"]) != (Kind.TENSOR, self._iteration, self._order):
+        if (message.kind, message.iteration, about["order"]) != (MessageKind.TENSOR, self._iteration, self._order):
             raise RecoveryError(
                 f"rank {self._peer} fed tensor {about['order']} of iteration {message.iteration}; tensor {self._order} "
                 f"of iteration {self._iteration} was expected"

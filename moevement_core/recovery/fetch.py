@@ -12,7 +12,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.take_part import OpenSum, take_part
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Message, MessageKind, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Header, Snapshot
 from moevement_core.util import damage
@@ -100,12 +100,12 @@ _PLACES = {
 
 def _send(rank: int, request: Fetch, snapshot: Snapshot | None, transport: Transport) -> None:
     if snapshot is None:
-        transport.send(request.owner, TO_OWNER, Message(Kind.REFUSED, rank, request.iteration).encode())
+        transport.send(request.owner, TO_OWNER, Message(MessageKind.REFUSED, rank, request.iteration).encode())
         return
     packed, pieces = snapshot.packed()
     header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
     message = Message(
-        kind=Kind.SNAPSHOT, rank=rank, iteration=request.iteration, header_bytes=header.numel(),
+        kind=MessageKind.SNAPSHOT, rank=rank, iteration=request.iteration, header_bytes=header.numel(),
         payload_bytes=packed.payload_bytes, check=checksum(header),
     )  # fmt: skip
     for data in (message.encode(), header, *pieces):
@@ -122,7 +122,7 @@ def _receive(request: Fetch, transport: Transport) -> Snapshot | Fetch:
     data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     transport.receive(request.holder, TO_OWNER, data)
     message = Message.decode(data)
-    if message.kind is not Kind.SNAPSHOT:
+    if message.kind is not MessageKind.SNAPSHOT:
         return request
     header = torch.empty(message.header_bytes, dtype=torch.uint8)
     payload = torch.empty(message.payload_bytes, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.rendezvous.value_client import is_first_to_claim
-from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, Message, MessageKind
 from moevement_core.restart.faults import Flip, FlipKind
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
@@ -32,7 +32,7 @@ from moevement_core.storage.files import payload_start
 
 _FLIPPED = "flipped/{}"
 PREFIX = "flipped a bit: "
-"""Beginning of the log line that reports a flipped bit; a :class:`Place` as JSON follows."""
+"""Beginning of the log line that reports a flipped bit; a :class:`FlipPlace` as JSON follows."""
 _SOURCES = {
     FlipKind.COPIES: (Source.PEER,),
     FlipKind.OWN: (Source.MEMORY,),
@@ -48,7 +48,7 @@ _ON_THE_WIRE = {
 
 
 @dataclass(frozen=True)
-class Place:
+class FlipPlace:
     """Position of a flipped bit."""
 
     kind: str
@@ -109,7 +109,7 @@ def at_plans(rank: int, plans: Sequence[RecoveryPlan], sources: Mapping[Source, 
 
 def _of_fetch(
     rank: int, fetch: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
-) -> tuple[torch.Tensor, Place] | None:
+) -> tuple[torch.Tensor, FlipPlace] | None:
     if fetch.holder != rank or fetch.sum is not None or fetch.source not in _SOURCES[flip.kind]:
         return None
     snapshot = sources[fetch.source].open(fetch.source, fetch.owner, fetch.iteration)
@@ -119,7 +119,7 @@ def _of_fetch(
     if (path := sources[fetch.source].path_of(fetch.owner, fetch.iteration)) is not None:
         memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
         buffer, offset = Buffer(memory), offset + payload_start(path)
-    place = Place(
+    place = FlipPlace(
         kind=flip.kind,
         rank=rank,
         owner=fetch.owner,
@@ -143,7 +143,7 @@ def _entry(snapshot: Snapshot, kind: FlipKind, draw: random.Random) -> Entry | N
 
 def _of_parity(
     rank: int, fetch: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
-) -> tuple[torch.Tensor, Place] | None:
+) -> tuple[torch.Tensor, FlipPlace] | None:
     terms = fetch.sum.terms if fetch.sum is not None else ()
     for term in terms:
         if term.rank != rank or term.source is not Source.PARITY:
@@ -153,7 +153,7 @@ def _of_parity(
         group, stripe = opened
         group.end_reading(stripe)
         at = draw.randrange(stripe.total.nbytes)
-        return _byte(stripe.total, at), Place(
+        return _byte(stripe.total, at), FlipPlace(
             kind=flip.kind, rank=rank, owner=term.owner, iteration=fetch.iteration,
             what=f"the sum of its group, for rank {fetch.owner}", byte=at, bit=draw.randrange(8),
         )  # fmt: skip
@@ -180,7 +180,7 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
         what = f"tensor {logged.order} that was sent {direction.name.lower()}"
         _flip(
             _byte(Buffer(logged.buffer), at),
-            Place(
+            FlipPlace(
                 kind=flip.kind, rank=rank, owner=rank, iteration=iteration, what=what, byte=at, bit=draw.randrange(8)
             ),
         )
@@ -215,7 +215,7 @@ class _Announced:
         Returns:
             Name of the tensor that the byte belongs to, and offset of the byte in ``payload``.
         """
-        if self.message.kind is not Kind.SNAPSHOT or self.header is None:
+        if self.message.kind is not MessageKind.SNAPSHOT or self.header is None:
             return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())
         entries = [entry_ for entry_ in Header.decode(self.header.numpy().tobytes()).entries if entry_.nbytes]
         inside = [entry_ for entry_ in entries if entry_.offset + entry_.nbytes <= payload.numel()]
@@ -251,7 +251,7 @@ class _Flipping(Transport):
     def _maybe_flipped(self, peer: int, tag: int, data: torch.Tensor) -> torch.Tensor:
         if (message := _message(data)) is not None:
             self._announced.pop((peer, tag), None)
-            if message.kind in (Kind.SNAPSHOT, Kind.TENSOR):
+            if message.kind in (MessageKind.SNAPSHOT, MessageKind.TENSOR):
                 self._announced[peer, tag] = _Announced(message)
                 return self._flipped(peer, data, self._announced[peer, tag], FlipKind.MESSAGES)
             return data
@@ -276,7 +276,7 @@ class _Flipping(Transport):
             where = f"{what}, on its way to rank {peer}"
             _flip(
                 data[at : at + 1],
-                Place(
+                FlipPlace(
                     kind,
                     rank,
                     owner=message.rank,
@@ -303,6 +303,6 @@ def _byte(buffer: Buffer, at: int) -> torch.Tensor:
     return piece
 
 
-def _flip(byte: torch.Tensor, place: Place) -> None:
+def _flip(byte: torch.Tensor, place: FlipPlace) -> None:
     byte ^= 1 << place.bit
     log.info(PREFIX + json.dumps(asdict(place)))

@@ -21,7 +21,7 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class SumTerm:
     """Contribution of one rank to a sum that yields a lost snapshot: the bytes of a snapshot or a parity block."""
 
     rank: int
@@ -36,7 +36,7 @@ class Term:
 class Sum:
     """Sum whose result is a lost snapshot."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[SumTerm, ...]
     nbytes: int
     """Bytes of the snapshot in the form in which it is sent."""
 

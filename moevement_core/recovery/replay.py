@@ -106,7 +106,7 @@ class Trainer(ABC):
         return None
 
 
-class Observer:
+class ReplayObserver:
     """Base class of observers of a replay's progress; its methods do nothing."""
 
     def runs(self, iteration: int, frozen: int) -> None:
@@ -131,7 +131,7 @@ def replay(
     snapshots: Mapping[int, Snapshot],
     trainer: Trainer,
     check: StateCheck,
-    observer: Observer,
+    observer: ReplayObserver,
     outcomes: Mapping[int, Any] | None = None,
 ) -> Mapping[str, Any]:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; ``check`` collects the differences.

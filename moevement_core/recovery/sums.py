@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.recovery.holdings import Holding, Place, Source, Sum, Term
+from moevement_core.recovery.holdings import Holding, Place, Source, Sum, SumTerm
 from moevement_core.replication.parity.code import recover
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SumPart:
     """Description of one member's snapshot in a parity sum."""
 
     owner: int
@@ -35,7 +35,7 @@ class Summed:
     See :attr:`~moevement_core.replication.parity.groups.Group.size`.
     """
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[SumPart, ...]
     """Snapshots of the members that are in the block."""
 
 
@@ -70,8 +70,8 @@ def places_in_sums(
             terms = []
             for owner in known:
                 source, holder, _ = min(here[owner], key=lambda place: (place[0], place[1] != owner, place[1]))
-                terms.append(Term(holder, source, owner, of_members[place_of[owner]]))
-            terms += [Term(rank, Source.PARITY, group.members[0], of_blocks[number]) for number, rank in distinct]
+                terms.append(SumTerm(holder, source, owner, of_members[place_of[owner]]))
+            terms += [SumTerm(rank, Source.PARITY, group.members[0], of_blocks[number]) for number, rank in distinct]
             holder = distinct[-1][1]
             holding = Holding(
                 owner=part.owner, iteration=iteration, state=part.state, schedule=part.schedule, contents=part.contents,

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from moevement_core.comms.transport import Transport
-from moevement_core.recovery.holdings import Source, Sum, Term
-from moevement_core.recovery.sums import Part, Summed
+from moevement_core.recovery.holdings import Source, Sum, SumTerm
+from moevement_core.recovery.sums import Summed, SumPart
 from moevement_core.replication.parity.field import add_product
 from moevement_core.replication.parity.store import GroupStore, Stripe, tensors_between
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Message, MessageKind, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot
 
@@ -28,7 +28,7 @@ def summed(store: GroupStore) -> Iterator[Summed]:
     """Yield a description of each block of parity in ``store``."""
     for stripe in store.stripes():
         parts = tuple(
-            Part(
+            SumPart(
                 owner,
                 state=header.state,
                 schedule=header.schedule,
@@ -51,7 +51,7 @@ OpenSum = Callable[[int, int], tuple[GroupStore, Stripe] | None]
 
 The block stays in memory until ``GroupStore.end_reading``. The function returns None if the block was freed.
 """
-Open = Callable[[Term, int], Snapshot | None]
+Open = Callable[[SumTerm, int], Snapshot | None]
 """Function that checks and returns the snapshot of one group member; None if it was freed or is damaged."""
 
 
@@ -84,22 +84,22 @@ def take_part(
         is_here = all(part is not None for part in parts)
         if after == owner:  # The group may have begun this block anew since the report, without the owner's header.
             is_here &= bool(leases) and owner in leases[-1][1].members
-        comes = before is None or _receive(transport, before).kind is Kind.GO
+        comes = before is None or _receive(transport, before).kind is MessageKind.GO
         if not (is_here and comes):
-            transport.send(after, TO_OWNER, Message(Kind.REFUSED, rank, iteration).encode())
+            transport.send(after, TO_OWNER, Message(MessageKind.REFUSED, rank, iteration).encode())
             if before is not None and comes:
                 _let_pass(transport, before, sum_.nbytes)
             return
         if after == owner:
             encoded = torch.frombuffer(bytearray(leases[-1][1].headers[owner].encode()), dtype=torch.uint8)
             announced = Message(
-                kind=Kind.SNAPSHOT, rank=rank, iteration=iteration, header_bytes=encoded.numel(),
+                kind=MessageKind.SNAPSHOT, rank=rank, iteration=iteration, header_bytes=encoded.numel(),
                 payload_bytes=sum_.nbytes, check=checksum(encoded),
             )  # fmt: skip
             transport.send(after, TO_OWNER, announced.encode())
             transport.send(after, TO_OWNER, encoded)
         else:
-            transport.send(after, TO_OWNER, Message(Kind.GO, rank, iteration).encode())
+            transport.send(after, TO_OWNER, Message(MessageKind.GO, rank, iteration).encode())
         _add(
             parts=[part for part in parts if part is not None],
             nbytes=sum_.nbytes,
@@ -133,7 +133,7 @@ _Added = tuple[int, Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]]
 
 
 def _open(
-    term: Term, iteration: int, open_: Open, open_sum: OpenSum, leases: list[tuple[GroupStore, Stripe]]
+    term: SumTerm, iteration: int, open_: Open, open_sum: OpenSum, leases: list[tuple[GroupStore, Stripe]]
 ) -> _Added | None:
     if term.source is Source.PARITY:
         if (leased := open_sum(term.owner, iteration)) is None:

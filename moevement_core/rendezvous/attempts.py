@@ -24,7 +24,7 @@ LONGEST_BACK_OFF_S = 30.0
 
 
 @dataclass
-class Counts:
+class AttemptCounts:
     """Counts of :class:`Attempts`, which another coordinator can continue."""
 
     committed: int = -1
@@ -52,7 +52,7 @@ class Attempts:
     """Counters of failures since the job last committed a new iteration; repeated iterations do not count as new."""
 
     def __init__(self) -> None:
-        self.counts = Counts()
+        self.counts = AttemptCounts()
 
     @property
     def has_committed(self) -> bool:

@@ -44,7 +44,7 @@ from moevement_core.rendezvous.roster import (
     MemberInfo,
     NoticedBy,
     Roster,
-    Shard,
+    RosterShard,
     UnusableDevice,
     digest_of,
 )
@@ -170,7 +170,7 @@ class Coordinator:
         generation, _, text = head.partition(" ")
         numbers = (self._values.read(SHARDS) or "").partition(" ")[2]
         shards = [(self._values.read(SHARD.format(number)) or "").partition(" ")[2] for number in numbers.split(",")]
-        self.roster = Roster.decode(text).joined(map(Shard.decode, shards))
+        self.roster = Roster.decode(text).joined(map(RosterShard.decode, shards))
         self._entered.begin(before.entered, before.entered_members)
         self._interrupted_at = self._proposed_at = self._clock()
         self.state = self._state_of_values()
@@ -675,7 +675,7 @@ class Coordinator:
         head, shards = self.roster.divided()
         self._values.set(SHARDS, f"{generation} {','.join(map(str, sorted(shards)))}")
         for number in {member // MEMBERS_IN_SHARD for member in self.members}:  # Some have no rank.
-            shard = shards.get(number, Shard({}, {}, {}))
+            shard = shards.get(number, RosterShard({}, {}, {}))
             self._values.set(SHARD.format(number), f"{generation} {shard.encode()}")
         self._values.set(ROSTER, f"{generation} {head.encode()}")
         self._proposed_at, self._acknowledged = self._clock(), set()

@@ -19,7 +19,7 @@ from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token
 from moevement_core.rendezvous.office import FIRST_TERM, Term
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.rendezvous.values import Kind, Watcher, in_lines
+from moevement_core.rendezvous.values import RequestKind, Watcher, in_lines
 
 BEATS = 10
 """Number of renewals that a supervisor sends in one lease time."""
@@ -170,7 +170,7 @@ class LeaseClient:
         The request is sent at the next :meth:`flush` or :meth:`step`. After a broken connection it is sent again, so
         the coordinator may execute it more than once.
         """
-        if kind == Kind.WATCH:
+        if kind == RequestKind.WATCH:
             self._watched[key] = None
         self._asked += 1
         self._asks[self._asked] = _Ask(kind, key, value, then)
@@ -260,9 +260,9 @@ class LeaseClient:
             unanswered["beat"] = None
         for ask in self._asks.values():
             ask.is_sent = False
-        asked = {ask.key for ask in self._asks.values() if ask.kind == Kind.WATCH}
+        asked = {ask.key for ask in self._asks.values() if ask.kind == RequestKind.WATCH}
         for key in self._watched.keys() - asked:
-            self.ask(Kind.WATCH, key, None, partial(self._has_changed, key))
+            self.ask(RequestKind.WATCH, key, None, partial(self._has_changed, key))
 
     def _send(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
         assert self._lines is not None

@@ -25,7 +25,7 @@ from moevement_core.comms.token import Token
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.mirror import MESSAGES_IN_LEASE, Mirror
 from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
-from moevement_core.rendezvous.values import Kind, Values, Watcher, in_lines
+from moevement_core.rendezvous.values import RequestKind, Values, Watcher, in_lines
 
 MOST_LATE = 0.05
 """Longest time for which a call of :meth:`LeaseServer.poll` goes on after its timeout, as a share of the lease time."""
@@ -217,7 +217,7 @@ class LeaseServer:
             self._supervisors[caller] = supervisor
         answers: list[tuple[int, str | None]] = []
         for number, kind, key, value in message.get("asks", ()):
-            if kind in (Kind.SET, Kind.CLAIM, Kind.RAISE):
+            if kind in (RequestKind.SET, RequestKind.CLAIM, RequestKind.RAISE):
                 # A change goes out at once. The older value in an answer before it must not arrive after it.
                 self._send_answers(caller, answers)
                 answers = []

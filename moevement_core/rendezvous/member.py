@@ -22,7 +22,7 @@ from moevement_core.rendezvous.roster import (
     UNUSABLE_DEVICE,
     MemberInfo,
     Roster,
-    Shard,
+    RosterShard,
     UnusableDevice,
 )
 from moevement_core.rendezvous.values import JobValues, number_of
@@ -88,7 +88,7 @@ class Member:
             self._generation = int(number)
             texts = [self._of_generation(SHARD.format(number)) for number in self._shards()]
             if None not in texts:  # Otherwise, there is a newer roster.
-                return head.joined(Shard.decode(text) for text in texts if text is not None)
+                return head.joined(RosterShard.decode(text) for text in texts if text is not None)
 
     def _shards(self) -> list[int]:
         """Return the numbers of the shards that this member reads: its own, or all that have entries."""

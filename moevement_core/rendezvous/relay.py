@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous.values import Kind, Values, Watcher, check
+from moevement_core.rendezvous.values import RequestKind, Values, Watcher, check
 
 BACKLOG = 1024
 """Number of connections that may wait until the relay accepts them."""
@@ -106,7 +106,7 @@ class Relay:
         self._server.poll(timeout_s, most_late_s=MOST_LATE_S, is_enough=lambda: self._is_asked, also=also)
         reads, self._reads = self._reads, {}
         for key, callers in reads.items():
-            self._upstream.ask(Kind.READ, key, None, partial(self._answer_all, callers))
+            self._upstream.ask(RequestKind.READ, key, None, partial(self._answer_all, callers))
         self._upstream.flush()
         self._server.flush()
 
@@ -114,9 +114,9 @@ class Relay:
         for number, kind, key, value in message["asks"]:
             check(kind, key, value)  # One process must not break the connection of all processes of the node.
             self._is_asked = True
-            if kind == Kind.WATCH:
+            if kind == RequestKind.WATCH:
                 self._watch(caller, int(number), key)
-            elif kind == Kind.READ:  # Ranks read the same value after each iteration.
+            elif kind == RequestKind.READ:  # Ranks read the same value after each iteration.
                 self._reads.setdefault(key, []).append((caller, int(number)))
             else:
                 self._upstream.ask(kind, key, value, partial(self._answer, caller, int(number)))
@@ -136,7 +136,7 @@ class Relay:
             return
         self._waiting.setdefault(key, []).append((caller, number))
         if is_new:
-            self._upstream.ask(Kind.WATCH, key, None, partial(self._first, key))
+            self._upstream.ask(RequestKind.WATCH, key, None, partial(self._first, key))
 
     def _first(self, key: str, value: str | None) -> None:
         self._known[key] = value

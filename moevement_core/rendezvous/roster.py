@@ -36,8 +36,8 @@ ROSTER = "generation/roster"
 """Key of the newest roster: its generation, and after a space the :class:`Roster` without its entries by rank. It is a
 proposal until the coordinator decides (:data:`START`)."""
 SHARD = "generation/roster/{}"
-"""Key of the newest :class:`Shard` with the entries of some members; the placeholder is the shard's number. The value
-is the generation, and after a space the shard."""
+"""Key of the newest :class:`RosterShard` with the entries of some members; the placeholder is the shard's number. The
+value is the generation, and after a space the shard."""
 SHARDS = "generation/shards"
 """Key of the numbers of the shards with entries: the generation, and after a space the numbers with commas between."""
 MEMBERS_IN_SHARD = 64
@@ -163,7 +163,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Shard:
+class RosterShard:
     """Entries of a roster for the members of one shard, by rank; see :class:`Roster`."""
 
     ranks: Mapping[int, int]
@@ -175,13 +175,13 @@ class Shard:
         return msgspec.json.encode(self).decode()
 
     @staticmethod
-    def decode(text: str | bytes) -> Shard:
+    def decode(text: str | bytes) -> RosterShard:
         """Decode a value that :meth:`encode` has returned.
 
         Raises:
-            ExchangeError: the value is not an encoded :class:`Shard`.
+            ExchangeError: the value is not an encoded :class:`RosterShard`.
         """
-        return decoded(text, Shard)
+        return decoded(text, RosterShard)
 
 
 @dataclass(frozen=True)
@@ -234,18 +234,18 @@ class Roster:
         """Return the rank of a member; None if it has none."""
         return next((rank for rank, holder in self.ranks.items() if holder == member), None)
 
-    def divided(self) -> tuple[Roster, dict[int, Shard]]:
+    def divided(self) -> tuple[Roster, dict[int, RosterShard]]:
         """Return this roster without its entries by rank, and the entries by number of the shard."""
-        shards: dict[int, Shard] = {}
+        shards: dict[int, RosterShard] = {}
         for rank, member in self.ranks.items():
-            shard = shards.setdefault(member // MEMBERS_IN_SHARD, Shard({}, {}, {}))
+            shard = shards.setdefault(member // MEMBERS_IN_SHARD, RosterShard({}, {}, {}))
             for entries, own in ((shard.ranks, self.ranks), (shard.nodes, self.nodes), (shard.devices, self.devices)):
                 if rank in own:
                     entries[rank] = own[rank]  # type: ignore[index]
         head = replace(self, ranks={}, nodes={}, devices={})
         return head, shards
 
-    def joined(self, shards: Iterable[Shard]) -> Roster:
+    def joined(self, shards: Iterable[RosterShard]) -> Roster:
         """Return this roster with the entries of ``shards``."""
         ranks: dict[int, int] = {}
         nodes: dict[int, str] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from moevement_core.rendezvous.attempts import Counts
+from moevement_core.rendezvous.attempts import AttemptCounts
 from moevement_core.rendezvous.roster import Death, decoded
 
 STANDING = "coordinator/standing"
@@ -24,7 +24,7 @@ class Standing:
     unrecovered: tuple[Death, ...]
     uncounted: tuple[int, ...]
     """Ranks that have died, and whose deaths were not counted yet."""
-    counts: Counts
+    counts: AttemptCounts
     entered: int
     """Newest generation that has entered training; -1 before the first."""
     entered_members: tuple[int, ...]

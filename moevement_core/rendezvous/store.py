@@ -50,7 +50,7 @@ def connect_store(address: tuple[str, int], timeout: timedelta = TIMEOUT) -> Any
 
 
 @dataclass(frozen=True)
-class Groups:
+class GenerationGroups:
     """Client of the store for the process groups of one generation."""
 
     store: Any
@@ -61,7 +61,7 @@ class Groups:
     """Every endpoint of the store."""
 
 
-def connect_to_groups(values: JobValues, generation: int) -> Groups | None:
+def connect_to_groups(values: JobValues, generation: int) -> GenerationGroups | None:
     """Connect to the store for the process groups of a generation.
 
     A store is lost with its coordinator, and the next coordinator has another one.
@@ -81,7 +81,7 @@ def connect_to_groups(values: JobValues, generation: int) -> Groups | None:
             if number_of(values.read(INTERRUPTED)) >= generation:
                 return None
             continue
-        return Groups(store, _to(address[1]) - before, endpoints(address))
+        return GenerationGroups(store, _to(address[1]) - before, endpoints(address))
 
 
 def endpoints(address: tuple[str, int]) -> set[Endpoint]:

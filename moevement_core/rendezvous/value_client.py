@@ -20,7 +20,7 @@ from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.relay import socket_address
-from moevement_core.rendezvous.values import AskedValues, Kind, check
+from moevement_core.rendezvous.values import AskedValues, RequestKind, check
 from moevement_core.util.environment import SUPERVISOR_ENV
 
 SLICE_S = 0.5
@@ -65,7 +65,7 @@ class ValueClient(AskedValues):
     def watch(self, key: str) -> str | None:
         """Return the newest value of a key that has arrived here; only the first call for a key asks for it."""
         if key not in self._known:
-            value = self._ask(Kind.WATCH, key, None)
+            value = self._ask(RequestKind.WATCH, key, None)
             self._known.setdefault(key, value)
         return self._known[key]
 
@@ -93,7 +93,7 @@ class ValueClient(AskedValues):
             self._selector.close()
         self._lines = self._selector = None
 
-    def _ask(self, kind: Kind, key: str, value: str | None) -> str | None:
+    def _ask(self, kind: RequestKind, key: str, value: str | None) -> str | None:
         """Send a request until it is answered, and return the answer. A request may be executed more than once."""
         check(kind, key, value)
         deadline = time.monotonic() + PATIENCE_S
@@ -160,7 +160,7 @@ class ValueClient(AskedValues):
         for key in self._known:
             self._number += 1
             self._again[self._number] = key
-            lines.send({"asks": [[self._number, Kind.WATCH, key, None]]})
+            lines.send({"asks": [[self._number, RequestKind.WATCH, key, None]]})
 
     def _receive(self, timeout_s: float) -> None:
         """Take in what has arrived; first wait for it up to ``timeout_s`` seconds."""

@@ -14,10 +14,10 @@ from typing import Protocol
 Watcher = Callable[[str, str], None]
 """Function that is called with a key and its new value when the value changes."""
 Operation = tuple[str, str, str]
-"""Change of the values: a :class:`Change`, a key, and a value."""
+"""Change of the values: a :class:`OperationKind`, a key, and a value."""
 
 
-class Change(StrEnum):
+class OperationKind(StrEnum):
     """Kind of an :data:`Operation`."""
 
     SET = "set"
@@ -28,7 +28,7 @@ class Change(StrEnum):
     """Deletes all reports on topics that begin with the key; the value is empty."""
 
 
-class Kind(StrEnum):
+class RequestKind(StrEnum):
     """Kind of a request on a value."""
 
     SET = "set"
@@ -79,14 +79,14 @@ def check(kind: str, key: str, value: str | None) -> None:
     Raises:
         ValueError: the request is malformed.
     """
-    needs_value = Kind(kind) not in (Kind.READ, Kind.WATCH)
+    needs_value = RequestKind(kind) not in (RequestKind.READ, RequestKind.WATCH)
     if not isinstance(key, str) or not isinstance(value, str if needs_value else (str, type(None))):
         raise ValueError(f"request {kind} with the key {key!r} and the value {value!r}; both need to be text")
     if value is not None and len(value) > MOST_IN_VALUE:
         raise ValueError(f"value of {key} with {len(value)} characters; the most are {MOST_IN_VALUE}")
-    if kind == Kind.REPORT:
+    if kind == RequestKind.REPORT:
         int(key.rpartition("/")[2])
-    elif kind == Kind.RAISE:
+    elif kind == RequestKind.RAISE:
         number_of(value)
 
 
@@ -123,26 +123,26 @@ class AskedValues(ABC):
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key; return when the coordinator has it."""
-        self._ask(Kind.SET, key, value)
+        self._ask(RequestKind.SET, key, value)
 
     def claim(self, key: str, value: str) -> str:
         """Return the value of a key; first set ``value`` if the key has none."""
-        return self._ask(Kind.CLAIM, key, value) or ""
+        return self._ask(RequestKind.CLAIM, key, value) or ""
 
     def raise_to(self, key: str, value: str) -> None:
         """Set the value of a key if the number at its beginning is larger than before (:func:`number_of`)."""
-        self._ask(Kind.RAISE, key, value)
+        self._ask(RequestKind.RAISE, key, value)
 
     def read(self, key: str) -> str | None:
         """Return the coordinator's value of a key; None if it has none."""
-        return self._ask(Kind.READ, key, None)
+        return self._ask(RequestKind.READ, key, None)
 
     def report(self, key: str, value: str) -> None:
         """Report a value under ``TOPIC/MEMBER`` to the coordinator; return when the coordinator has it."""
-        self._ask(Kind.REPORT, key, value)
+        self._ask(RequestKind.REPORT, key, value)
 
     @abstractmethod
-    def _ask(self, kind: Kind, key: str, value: str | None) -> str | None:
+    def _ask(self, kind: RequestKind, key: str, value: str | None) -> str | None:
         """Send a request until it is answered, and return the answer."""
 
 
@@ -168,7 +168,7 @@ class Values:
         """Set the value of a key, and tell its watchers."""
         if self._values.get(key) != value:
             self._values[key] = value
-            self.on_operation((Change.SET, key, value))
+            self.on_operation((OperationKind.SET, key, value))
             for watcher in self._watchers.get(key, ()):
                 watcher(key, value)
 
@@ -207,7 +207,7 @@ class Values:
             reports[member] = value
             self._new.setdefault(topic, {})[member] = value
             self.has_news = True
-            self.on_operation((Change.REPORT, f"{topic}/{member}", value))
+            self.on_operation((OperationKind.REPORT, f"{topic}/{member}", value))
 
     def reports(self, topic: str) -> Mapping[int, str]:
         """Return the newest report of each member on a topic, by member."""
@@ -222,15 +222,15 @@ class Values:
         for reports in (self._reports, self._new):
             for topic in [topic for topic in reports if topic.startswith(prefix)]:
                 del reports[topic]
-        self.on_operation((Change.FORGET, prefix, ""))
+        self.on_operation((OperationKind.FORGET, prefix, ""))
 
     def operations(self) -> Iterator[Operation]:
         """Yield operations that make these values out of none."""
         for key, value in self._values.items():
-            yield Change.SET, key, value
+            yield OperationKind.SET, key, value
         for topic, reports in self._reports.items():
             for member, value in reports.items():
-                yield Change.REPORT, f"{topic}/{member}", value
+                yield OperationKind.REPORT, f"{topic}/{member}", value
 
     def execute(self, operation: Operation) -> None:
         """Execute an operation of other values (:attr:`on_operation`), so that these become equal to those.
@@ -239,12 +239,12 @@ class Values:
             ValueError: the operation is malformed.
         """
         change, key, value = operation
-        if change == Change.SET:
+        if change == OperationKind.SET:
             self.set(key, value)
-        elif change == Change.REPORT:
+        elif change == OperationKind.REPORT:
             topic, _, member = key.rpartition("/")
             self.report(topic, int(member), value)
-        elif change == Change.FORGET:
+        elif change == OperationKind.FORGET:
             self.forget_reports(key)
         else:
             raise ValueError(f"operation {change!r} is unknown")
@@ -253,7 +253,7 @@ class Values:
         """Execute a request of another process, and return the answer.
 
         Args:
-            kind: a :class:`Kind`.
+            kind: a :class:`RequestKind`.
             key: key of the value; for a report, ``TOPIC/MEMBER``.
             value: value to set, to claim or to report; else None.
             watcher: called at each change if the request asks for changes.
@@ -262,17 +262,17 @@ class Values:
             ValueError: the request is malformed.
         """
         check(kind, key, value)
-        kind = Kind(kind)
-        if kind is Kind.READ:
+        kind = RequestKind(kind)
+        if kind is RequestKind.READ:
             return self.read(key)
-        if kind is Kind.WATCH:
+        if kind is RequestKind.WATCH:
             return self.watch(key, watcher)
         assert value is not None
-        if kind is Kind.CLAIM:
+        if kind is RequestKind.CLAIM:
             return self.claim(key, value)
-        if kind is Kind.SET:
+        if kind is RequestKind.SET:
             self.set(key, value)
-        elif kind is Kind.RAISE:
+        elif kind is RequestKind.RAISE:
             self.raise_to(key, value)
         else:
             topic, _, member = key.rpartition("/")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from moevement_core import log
-from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
+from moevement_core.policy.idle import IdleSpans, TrafficSample, idle_spans
 
 PROFILED = 8
 """Number of iterations in a profile."""
@@ -43,7 +43,7 @@ class Pace:
         self.spans = IdleSpans()
         self._moved = moved
         self._began_s = time.perf_counter()
-        self._profile = Profile()
+        self._profile = TrafficProfile()
         self._begun = 0
         self._looks = threading.Event()
         self._is_over = False
@@ -110,17 +110,17 @@ class Pace:
             time.sleep(LOOK_S)
 
 
-class Profile:
+class TrafficProfile:
     """Profile of network traffic over some iterations. Any thread may add readings of the counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._iterations: list[tuple[float, list[Sample]]] = []
-        self._samples: list[Sample] = []
+        self._iterations: list[tuple[float, list[TrafficSample]]] = []
+        self._samples: list[TrafficSample] = []
         self._began_s = self._last_s = time.perf_counter()
         self._last = 0
 
-    def begin(self, now_s: float, moved: int, *, is_counted: bool) -> Sequence[tuple[float, Sequence[Sample]]]:
+    def begin(self, now_s: float, moved: int, *, is_counted: bool) -> Sequence[tuple[float, Sequence[TrafficSample]]]:
         """Begin an iteration with a reading of the counters, so that the profile covers all of it.
 
         Args:
@@ -145,5 +145,5 @@ class Profile:
 
     def _add(self, now_s: float, moved: int) -> None:
         if now_s > self._last_s:
-            self._samples.append(Sample(now_s - self._began_s, now_s - self._last_s, moved - self._last))
+            self._samples.append(TrafficSample(now_s - self._began_s, now_s - self._last_s, moved - self._last))
             self._last_s, self._last = now_s, moved

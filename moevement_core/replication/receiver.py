@@ -15,7 +15,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.replica_store import ReplicaStore
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Message, MessageKind
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 from moevement_core.util import damage
@@ -53,7 +53,7 @@ class Receiver(ABC):
     def _run(self) -> None:
         lower_priority()
         try:
-            while (message := self._next()).kind is not Kind.BYE:
+            while (message := self._next()).kind is not MessageKind.BYE:
                 self._answer_to(message)
                 self._trim()
                 self.cpu_s = time.thread_time()
@@ -79,16 +79,16 @@ class Receiver(ABC):
 
     def _answer_to(self, message: Message) -> None:
         match message.kind:
-            case Kind.OPEN:
+            case MessageKind.OPEN:
                 self._say(self._open(message))
-            case Kind.DROP:
+            case MessageKind.DROP:
                 self.store.drop(message.iteration, message.count)
-            case Kind.SNAPSHOT:
+            case MessageKind.SNAPSHOT:
                 self._receive(message)
             case _:
                 raise SnapshotError(f"expected a message OPEN, DROP, SNAPSHOT or BYE, but received {message.kind.name}")
 
-    def _open(self, message: Message) -> Kind:
+    def _open(self, message: Message) -> MessageKind:
         with self.store.growing:
             self.store.need(message.payload_bytes)
             return self._make_room(message.payload_bytes)
@@ -99,23 +99,25 @@ class Receiver(ABC):
             if self.store.trim():
                 self._allowance.keep(self.store.key, self._room_bytes())
 
-    def _make_room(self, wanted: int) -> Kind:
+    def _make_room(self, wanted: int) -> MessageKind:
         store = self.store
         if self._room_bytes() >= wanted:
-            return Kind.GO  # a repeated request after a failure, or the same request from another member of a group
+            return (
+                MessageKind.GO
+            )  # a repeated request after a failure, or the same request from another member of a group
         if not self._allowance.take(store.key, wanted):
             self._report(
                 f"rank {store.source} requests {wanted / 1e9:.3f} GB of host memory for its copies; this rank has "
                 f"{self._allowance.left_for(store.key) / 1e9:.3f} GB left for them"
             )
-            return Kind.REFUSED
+            return MessageKind.REFUSED
         try:
             store.make_room(wanted)
         except RuntimeError as error:
             self._allowance.keep(store.key, self._room_bytes())
             self._report(f"no memory could be allocated for copies of rank {store.source}: {_first_line(error)}")
-            return Kind.REFUSED
-        return Kind.GO
+            return MessageKind.REFUSED
+        return MessageKind.GO
 
     def _room_bytes(self) -> int:
         """Return the bytes of host memory that this rank has promised to the source."""
@@ -128,16 +130,16 @@ class Receiver(ABC):
             message.refuse_unless_whole(data)
         except SnapshotError:
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
-            self._say(Kind.DAMAGED, message.iteration)
+            self._say(MessageKind.DAMAGED, message.iteration)
             return
         if not self.store.accepts(message.iteration):  # ranks agreed on a newer window while the snapshot was sent
-            self._say(Kind.STALE, message.iteration)
+            self._say(MessageKind.STALE, message.iteration)
             return
         try:
             header = self._checked(Header.decode(data.numpy().tobytes()), message)
         except SnapshotError as error:
             self._report(f"refused a snapshot of rank {self.store.source}: {error}")
-            self._say(Kind.REFUSED, message.iteration)
+            self._say(MessageKind.REFUSED, message.iteration)
             return
         self._take_in(header, message)
 
@@ -163,7 +165,7 @@ class Receiver(ABC):
             )
         return header
 
-    def _say(self, kind: Kind, iteration: int = 0) -> None:
+    def _say(self, kind: MessageKind, iteration: int = 0) -> None:
         self._transport.send(self.store.source, TO_SOURCE, Message(kind, self._rank, iteration).encode())
 
 
@@ -196,10 +198,10 @@ class CopyReceiver(Receiver):
             store.wait_for_room(message.payload_bytes, PATIENCE_S)
             room = store.begin(message.iteration, message.payload_bytes)
         if room is None:
-            self._say(Kind.FULL, message.iteration)
+            self._say(MessageKind.FULL, message.iteration)
             return
         try:
-            self._say(Kind.GO, message.iteration)
+            self._say(MessageKind.GO, message.iteration)
             for piece in room.pieces(0, message.payload_bytes):
                 self._transport.receive(store.source, TO_PEER, piece)
         except Exception:  # the source was lost during the transfer; the next generation reuses the memory
@@ -209,10 +211,10 @@ class CopyReceiver(Receiver):
         if damaged := snapshot.damaged():
             store.give_up(room)
             self._report_damaged(header.iteration, damaged)
-            self._say(Kind.DAMAGED, message.iteration)
+            self._say(MessageKind.DAMAGED, message.iteration)
             return
         store.add(snapshot)
-        self._say(Kind.KEPT, message.iteration)
+        self._say(MessageKind.KEPT, message.iteration)
 
     def _bring_back(self, message: Message) -> Buffer | None:
         try:

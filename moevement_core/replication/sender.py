@@ -18,7 +18,7 @@ from moevement_core.errors import ReplicationError
 from moevement_core.overhead.pause import Pause
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.spread import Spread
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Message, MessageKind, checksum
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.snapshot import Header, Snapshot
 from moevement_core.util.priority import lower_priority
@@ -148,7 +148,7 @@ class Sender:
 
         The sender sends this request before it offers the next snapshot.
         """
-        self._say_first(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
+        self._say_first(Message(MessageKind.OPEN, self.rank, payload_bytes=nbytes))
 
     def wait_for_answer(self, timeout_s: float) -> bool:
         """Wait until the peer has answered the first :meth:`open`; return True if it has."""
@@ -170,7 +170,7 @@ class Sender:
 
         The sender sends this request before it offers the next snapshot.
         """
-        self._say_first(Message(Kind.DROP, self.rank, first, count=last - first + 1))
+        self._say_first(Message(MessageKind.DROP, self.rank, first, count=last - first + 1))
 
     def _say_first(self, message: Message) -> None:
         self._urgent.put(message)
@@ -179,7 +179,7 @@ class Sender:
     def close(self, timeout_s: float) -> bool:
         """Send all queued snapshots and messages, then BYE; return True if all were sent in ``timeout_s`` seconds."""
         self._asks_until_s = time.monotonic() + LAST_S
-        self._jobs.put(Message(Kind.BYE, self.rank))
+        self._jobs.put(Message(MessageKind.BYE, self.rank))
         deadline_s = time.monotonic() + timeout_s
         while self._thread.is_alive() and time.monotonic() < deadline_s:
             self._thread.join(STEP_S)
@@ -205,7 +205,7 @@ class Sender:
                 if job is _URGENT:
                     continue
                 self._say(job)
-                if job.kind is Kind.BYE:
+                if job.kind is MessageKind.BYE:
                     return
         except Exception as error:  # training continues after any error; the log must name it
             if self._abandoned:
@@ -215,7 +215,7 @@ class Sender:
             self._lose_queued()
 
     def _open(self) -> None:
-        self.is_refused = self._answer() is not Kind.GO
+        self.is_refused = self._answer() is not MessageKind.GO
         was_answered = self._answered.is_set()
         self._answered.set()
         if self.is_refused and was_answered:  # the peer keeps the memory that it gave before
@@ -239,24 +239,24 @@ class Sender:
         except Exception:  # the thread ends and reports the error; this snapshot is no longer in the queue
             self._lost(delivery.snapshot)
             raise
-        if answer is Kind.KEPT:
+        if answer is MessageKind.KEPT:
             self._kept(delivery.snapshot, self.peer)
         elif answer is not None:
             self._lost(delivery.snapshot)
-            if answer is Kind.STALE:
+            if answer is MessageKind.STALE:
                 return
             self._report(
                 f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank} (last "
-                f"answer: {answer.name.lower()}; attempts: {ATTEMPTS if answer is Kind.DAMAGED else 1})"
+                f"answer: {answer.name.lower()}; attempts: {ATTEMPTS if answer is MessageKind.DAMAGED else 1})"
             )
 
-    def _attempts(self, delivery: Delivery) -> Kind | None:
+    def _attempts(self, delivery: Delivery) -> MessageKind | None:
         for _ in range(ATTEMPTS):
-            if (answer := self._offer(delivery)) is not Kind.DAMAGED:
+            if (answer := self._offer(delivery)) is not MessageKind.DAMAGED:
                 break
         return answer
 
-    def _offer(self, delivery: Delivery) -> Kind | None:
+    def _offer(self, delivery: Delivery) -> MessageKind | None:
         """Offer a snapshot to the peer, again and again while the peer answers FULL.
 
         Returns:
@@ -267,7 +267,7 @@ class Sender:
                 self._say_urgent()  # a full peer may have free memory after a DROP or OPEN
                 began_s, paused_s = time.perf_counter(), self._paused_s
                 answer = self._transfer(snapshot)
-                if answer is Kind.KEPT:
+                if answer is MessageKind.KEPT:
                     seconds = time.perf_counter() - began_s - (self._paused_s - paused_s)
                     self.spread.sent(self._payload_bytes, seconds, self._bytes_per_s)
                     self.sent_bytes += snapshot.nbytes
@@ -275,24 +275,24 @@ class Sender:
             finally:
                 delivery.end()
             # A peer frees memory when the job agrees on a newer window. At the end of the job no agreement follows.
-            self.is_full = answer is Kind.FULL
-            if answer is not Kind.FULL or time.monotonic() > self._asks_until_s:
+            self.is_full = answer is MessageKind.FULL
+            if answer is not MessageKind.FULL or time.monotonic() > self._asks_until_s:
                 return answer
             time.sleep(RETRY_S)
         return None
 
-    def _transfer(self, snapshot: Snapshot) -> Kind:
+    def _transfer(self, snapshot: Snapshot) -> MessageKind:
         self._keep_to_pause()
         packed, pieces = snapshot.packed()
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
         self._say(
             Message(
-                kind=Kind.SNAPSHOT, rank=self.rank, iteration=snapshot.iteration, header_bytes=header.numel(),
+                kind=MessageKind.SNAPSHOT, rank=self.rank, iteration=snapshot.iteration, header_bytes=header.numel(),
                 payload_bytes=packed.payload_bytes, check=checksum(header),
             )
         )  # fmt: skip
         self._transport.send(self.peer, TO_PEER, header)
-        if (answer := self._answered_by()).kind is not Kind.GO:
+        if (answer := self._answered_by()).kind is not MessageKind.GO:
             return answer.kind
         if answer.payload_bytes:
             pieces = self._wanted(snapshot, packed, answer)
@@ -311,7 +311,7 @@ class Sender:
                     pieces += snapshot.buffer.pieces(entry.offset, entry.nbytes)
         return pieces
 
-    def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
+    def _send(self, pieces: Sequence[torch.Tensor]) -> MessageKind:
         """Send ``pieces`` in chunks, and return the peer's answer.
 
         With a :class:`Pace` the chunks go out in idle spans of the network, otherwise at the rate that ``spread``
@@ -372,13 +372,13 @@ class Sender:
         while not self._urgent.empty():
             message = self._urgent.get()
             self._say(message)
-            if message.kind is Kind.OPEN:
+            if message.kind is MessageKind.OPEN:
                 self._open()
 
     def _say(self, message: Message) -> None:
         self._transport.send(self.peer, TO_PEER, message.encode())
 
-    def _answer(self) -> Kind:
+    def _answer(self) -> MessageKind:
         return self._answered_by().kind
 
     def _answered_by(self) -> Message:

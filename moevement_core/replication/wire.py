@@ -27,7 +27,7 @@ TO_STAGE = (4, 5)
 """Tags of logged tensors for a stage that replays: forward tensors (activations), and backward tensors (gradients)."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message."""
 
     OPEN = 1
@@ -66,7 +66,7 @@ class Kind(IntEnum):
 class Message:
     """Message of fixed size between two ranks."""
 
-    kind: Kind
+    kind: MessageKind
     rank: int
     iteration: int = 0
     header_bytes: int = 0
@@ -94,12 +94,12 @@ class Message:
         if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
             raise SnapshotError("a message has a wrong checksum; it was damaged, or it is not a message of moevement")
         magic, kind, rank, iteration, header_bytes, payload_bytes, count, check = _FIELDS.unpack_from(raw)
-        if magic != _MAGIC or kind not in tuple(Kind) or header_bytes > MAX_HEADER_BYTES:
+        if magic != _MAGIC or kind not in tuple(MessageKind) or header_bytes > MAX_HEADER_BYTES:
             raise SnapshotError(
                 f"a message has kind {kind} and magic {magic!r}; all ranks need the same version of moevement"
             )
         return Message(
-            kind=Kind(kind),
+            kind=MessageKind(kind),
             rank=rank,
             iteration=iteration,
             header_bytes=header_bytes,

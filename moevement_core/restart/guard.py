@@ -34,7 +34,7 @@ PATIENCE = 10
 """Factor by which the limit on hangs is longer while a rank waits for ranks that work."""
 
 
-class Outcome(Enum):
+class GenerationEnd(Enum):
     """Value that :meth:`Guard.run` returns if the generation ended without a result."""
 
     INTERRUPTED = "interrupted"
@@ -155,12 +155,13 @@ class Guard:
         """Run ``body`` under guard.
 
         Returns:
-            The result of ``body``, or :attr:`Outcome.INTERRUPTED` if it raised an ``Exception`` or was interrupted.
+            The result of ``body``, or :attr:`GenerationEnd.INTERRUPTED` if it raised an ``Exception`` or was
+            interrupted.
 
         Raises:
             BaseException: ``body`` raised one that is not an ``Exception``. The caller then ends the process.
         """
-        outcome: Any = Outcome.INTERRUPTED
+        outcome: Any = GenerationEnd.INTERRUPTED
         with reraise_if_unraisable(RankShouldRestart):
             try:
                 try:
@@ -173,7 +174,7 @@ class Guard:
                     self._watchdog.spin_till_paused()  # The monitoring thread now interrupts this thread as well.
                     self._monitor.maybe_join()
             except RankShouldRestart:
-                outcome = Outcome.INTERRUPTED
+                outcome = GenerationEnd.INTERRUPTED
             finally:
                 self._end()
         return outcome

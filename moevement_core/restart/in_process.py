@@ -52,7 +52,7 @@ from moevement_core.restart.generation import (
 )
 from moevement_core.restart.gloo import make_gloo_interruptible
 from moevement_core.restart.groups import forget_groups
-from moevement_core.restart.guard import PATIENCE, Guard, Outcome
+from moevement_core.restart.guard import PATIENCE, GenerationEnd, Guard
 from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.util.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.util.exit_codes import BROKEN_DEVICE
@@ -217,7 +217,7 @@ class _Restarts:
                 ended = self._enter(now)
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
-            if ended is Outcome.INTERRUPTED:
+            if ended is GenerationEnd.INTERRUPTED:
                 try:
                     self._leave(now)
                 except Exception as error:
@@ -292,7 +292,7 @@ class _Restarts:
         signals = GenerationStore(now.roster.generation, self._watching, connect)
         now.leaving = Leaving(watching.hang_s * QUIET, lambda phase: signals.report_leaving(self._member.number, phase))
         if (groups := connect_to_groups(self._values, now.roster.generation)) is None:
-            return Outcome.INTERRUPTED
+            return GenerationEnd.INTERRUPTED
 
         def begin_to_abort() -> None:
             now.abort()
@@ -348,7 +348,7 @@ class _Restarts:
         now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
         try:
             ended = guard.run(body)
-            if ended is Outcome.INTERRUPTED and guard.hang is not None:
+            if ended is GenerationEnd.INTERRUPTED and guard.hang is not None:
                 self._reason = f"rank {now.rank}: {guard.hang}"
             return ended
         except BaseException as end:

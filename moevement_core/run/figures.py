@@ -17,7 +17,7 @@ from typing import Any
 from moevement_core.run.account import PARTS
 
 
-class Kind(StrEnum):
+class FigureKind(StrEnum):
     """Kind of a figure (in Prometheus: a metric); Prometheus distinguishes these kinds."""
 
     GAUGE = "gauge"
@@ -35,7 +35,7 @@ class Figure:
     unit: str
     help: str
     """Meaning of the figure, as Prometheus and ``docs/metrics.md`` show it."""
-    kind: Kind = Kind.GAUGE
+    kind: FigureKind = FigureKind.GAUGE
     field: str = ""
     """Field of ``metrics.jsonl`` that holds the value; empty if the value has another source. The value of a counter is
     the sum of the field over all lines."""
@@ -49,7 +49,7 @@ class Figure:
     @property
     def exported_name(self) -> str:
         """Name under which Prometheus shows this figure."""
-        return f"moevement_{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
+        return f"moevement_{self.name}{'_total' if self.kind is FigureKind.COUNTER else ''}"
 
     @property
     def tag(self) -> str | None:
@@ -65,23 +65,28 @@ EFFECTIVE = Figure(
     "effective_training_time_ratio", "", "Time of committed iterations, each counted once, divided by the time since "
     "the first iteration began. Failures, repeated iterations and evaluations make it less than 1.",
 )  # fmt: skip
-RECOVERIES = Figure("recoveries", "", "Failures that the job has recovered from.", Kind.COUNTER)
+RECOVERIES = Figure("recoveries", "", "Failures that the job has recovered from.", FigureKind.COUNTER)
 RECOVERY_S = Figure(
-    "recovery_seconds", "seconds", "Time in recoveries, by part.", Kind.COUNTER, label="part", is_in_tensorboard=False
+    "recovery_seconds",
+    "seconds",
+    "Time in recoveries, by part.",
+    FigureKind.COUNTER,
+    label="part",
+    is_in_tensorboard=False,
 )
 LAST_RECOVERY_S = Figure("last_recovery_seconds", "seconds", "Seconds of the last recovery, by part.", label="part")
 LAST_RECOVERED_AT = Figure(
     "last_recovery_timestamp_seconds", "seconds", "Time at which the last recovery ended, since the epoch.",
     is_in_tensorboard=False,
 )  # fmt: skip
-REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries re-executed.", Kind.COUNTER)
+REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries re-executed.", FigureKind.COUNTER)
 LOST_TOKENS = Figure(
     "lost_tokens", "tokens", "Routed tokens whose updates recoveries have lost; 0 with strategies that lose none.",
-    Kind.COUNTER,
+    FigureKind.COUNTER,
 )  # fmt: skip
 WARNINGS = Figure(
     "warnings", "", "Events that need attention: no window persisted for a long time, windows not on disk, a recovery "
-    "from disk, a dense checkpoint not saved.", Kind.COUNTER,
+    "from disk, a dense checkpoint not saved.", FigureKind.COUNTER,
 )  # fmt: skip
 RANKS = Figure(
     "processes", "processes", "Live processes by role: active ranks, and spares.", label="role",
@@ -90,7 +95,7 @@ RANKS = Figure(
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
 REFUSED = Figure(
     "refused_connections", "connections", "Connections to the coordinator whose callers lacked the job's token "
-    "(docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
+    "(docs/security.md).", FigureKind.COUNTER, is_in_tensorboard=False,
 )  # fmt: skip
 
 OF_TRAINING = (
@@ -136,18 +141,24 @@ OF_CHECKPOINTS = (
     ),
     Figure("on_disk_iteration", "", "Iteration whose state the newest window on disk restores.", field="on_disk"),
     Figure(
-        "disk_written_bytes", "bytes", "Bytes of windows that this process has written to disk.", Kind.COUNTER,
+        "disk_written_bytes", "bytes", "Bytes of windows that this process has written to disk.", FigureKind.COUNTER,
         field="disk_written_bytes", is_sum=True,
     ),
-    Figure("copied_bytes", "bytes", "Bytes copied from the device to its host.", Kind.COUNTER, field="copied_bytes"),
+    Figure(
+        "copied_bytes", "bytes", "Bytes copied from the device to its host.", FigureKind.COUNTER, field="copied_bytes"
+    ),
     Figure(
         "replicated_bytes", "bytes", "Bytes of snapshots that peers have acknowledged, all peers together.",
-        Kind.COUNTER, field="replicated_bytes",
+        FigureKind.COUNTER, field="replicated_bytes",
     ),
     Figure(
-        "logged_bytes", "bytes", "Bytes sent to other pipeline stages and logged.", Kind.COUNTER, field="log_bytes"
+        "logged_bytes",
+        "bytes",
+        "Bytes sent to other pipeline stages and logged.",
+        FigureKind.COUNTER,
+        field="log_bytes",
     ),
-    Figure("stall_seconds", "seconds", "Seconds that training waited for a copy.", Kind.COUNTER, field="stall_s"),
+    Figure("stall_seconds", "seconds", "Seconds that training waited for a copy.", FigureKind.COUNTER, field="stall_s"),
     Figure(
         "overhead_ratio", "", "Share of training time that saving costs, from comparing iterations with neighbouring "
         "quiet ones.", field="overhead",
@@ -173,7 +184,7 @@ OF_CHECKPOINTS = (
     ),
     Figure(
         "windows_abandoned", "windows", "Windows that this process gave up because host memory was full.",
-        Kind.COUNTER, field="windows_abandoned", is_sum=True,
+        FigureKind.COUNTER, field="windows_abandoned", is_sum=True,
     ),
     Figure(
         "tokens_owed", "tokens", "Tokens for which experts still get extra capacity, with --moevement-capacity-boost.",
@@ -191,7 +202,7 @@ WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_dis
 
 
 @dataclass(frozen=True)
-class Sample:
+class FigureSample:
     """Current value of a figure of a run, and the value of the figure's label if it has one."""
 
     figure: Figure
@@ -248,7 +259,7 @@ class RunFigures:
         if self._began_at is None and (at := _number(line.get("time"))) is not None:
             self._began_at = at - (duration or 0.0)
         for figure in OF_CHECKPOINTS:
-            if figure.kind is Kind.COUNTER and (value := _number(line.get(figure.field))) is not None:
+            if figure.kind is FigureKind.COUNTER and (value := _number(line.get(figure.field))) is not None:
                 self._sums[figure.name] = value if figure.is_sum else self._sums[figure.name] + value
 
     def take_event(self, event: Mapping[str, Any]) -> None:
@@ -284,22 +295,24 @@ class RunFigures:
         """Time at which the first recorded iteration began, in seconds since the epoch; None before the first line."""
         return self._began_at
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> Iterator[FigureSample]:
         """Yield the values of all known figures, in the order of :data:`FIGURES`.
 
         If a figure has several values, they follow each other.
         """
         for figure in FIGURES:
-            if figure.kind is Kind.COUNTER:
+            if figure.kind is FigureKind.COUNTER:
                 yield from self._counted(figure)
             elif figure.field and (value := _number(self.line.get(figure.field))) is not None:
-                yield Sample(figure, value)
+                yield FigureSample(figure, value)
             elif figure is EFFECTIVE and (ratio := self.effective) is not None:
-                yield Sample(figure, ratio)
+                yield FigureSample(figure, ratio)
             elif figure is LAST_RECOVERY_S and self.recoveries:
-                yield from (Sample(figure, seconds, part) for part, seconds in self.recoveries[-1]["parts"].items())
+                yield from (
+                    FigureSample(figure, seconds, part) for part, seconds in self.recoveries[-1]["parts"].items()
+                )
             elif figure is LAST_RECOVERED_AT and self.recoveries:
-                yield Sample(figure, self.recoveries[-1]["resumed_at"])
+                yield FigureSample(figure, self.recoveries[-1]["resumed_at"])
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yield the tag and the value of each figure that TensorBoard shows.
@@ -313,24 +326,24 @@ class RunFigures:
             if (tag := sample.figure.tag) and not sample.figure.field:
                 yield f"{tag}/{sample.label}" if sample.label else tag, sample.value
 
-    def _counted(self, figure: Figure) -> Iterator[Sample]:
+    def _counted(self, figure: Figure) -> Iterator[FigureSample]:
         if figure.label is not None:
             # Parts without a value count as 0, because Prometheus sees no increase in a figure that has just appeared.
             for part in PARTS:
-                yield Sample(figure, self._sums.get(f"{figure.name}/{part}", 0.0), part)
+                yield FigureSample(figure, self._sums.get(f"{figure.name}/{part}", 0.0), part)
         elif figure.name in self._sums or not figure.field:
-            yield Sample(figure, self._sums.get(figure.name, 0.0))
+            yield FigureSample(figure, self._sums.get(figure.name, 0.0))
 
 
-def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
+def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[FigureSample]:
     """Yield the values of the figures that count processes and nodes of a job.
 
     Args:
         processes: entries of ``ranks.json``.
     """
     for role in ("active", "spare"):
-        yield Sample(RANKS, sum(process["role"] == role for process in processes), role)
-    yield Sample(
+        yield FigureSample(RANKS, sum(process["role"] == role for process in processes), role)
+    yield FigureSample(
         NODES, len({process.get("node", process["host"]) for process in processes if process["role"] == "active"})
     )
 

@@ -19,7 +19,7 @@ class Promise(StrEnum):
     UP_TO_ORDER = "up to the order of sums"
 
 
-class Place(StrEnum):
+class ReplacementPlace(StrEnum):
     """Place where a replacement runs, relative to the failed process that it replaces."""
 
     SAME_DEVICE = "same device"
@@ -55,14 +55,14 @@ class Arithmetic:
     widest_sum: int = SAFE_SUM
     """Number of ranks in the largest group whose sums NCCL computes in an order that NCCL chooses."""
 
-    def follows(self, place: Place) -> bool:
+    def follows(self, place: ReplacementPlace) -> bool:
         """Return True if the last bits of sums may change when a replacement runs at ``place``.
 
         NCCL's rings depend on nodes and devices, and the order of sums depends on the rings.
         """
-        return self.uses_gpus and self.widest_sum > SAFE_SUM and place is not Place.SAME_DEVICE
+        return self.uses_gpus and self.widest_sum > SAFE_SUM and place is not ReplacementPlace.SAME_DEVICE
 
-    def restored(self, restored: Restored, place: Place) -> Promise:
+    def restored(self, restored: Restored, place: ReplacementPlace) -> Promise:
         """Return the degree to which the restored state equals the lost state.
 
         Redo is exact in every case, because its updates are elementwise and the gradient norm is recorded. A replay
@@ -72,7 +72,7 @@ class Arithmetic:
             return Promise.EQUAL
         return Promise.UP_TO_ORDER
 
-    def later(self, restored: Restored, place: Place) -> Promise:
+    def later(self, restored: Restored, place: ReplacementPlace) -> Promise:
         """Return the degree to which later iterations equal those of a job without a failure.
 
         Without deterministic kernels, even two jobs without failures have different bits.
@@ -84,16 +84,20 @@ class Arithmetic:
 
 def of_job(arithmetic: Arithmetic, restored: Restored) -> list[str]:
     """Return sentences for a job's log, which say what is equal after a failure, for each place of a replacement."""
-    if all(arithmetic.later(restored, place) is Promise.EQUAL for place in Place):
+    if all(arithmetic.later(restored, place) is Promise.EQUAL for place in ReplacementPlace):
         return ["after a failure the job computes the bits of a job without failures, wherever replacements run"]
     return [
         f"after a failure with the replacement on {_ARTICLES[place]}: restored state: "
         f"{arithmetic.restored(restored, place)}; later iterations: {arithmetic.later(restored, place)}"
-        for place in Place
+        for place in ReplacementPlace
     ] + ["docs/guarantees.md has the reasons"]
 
 
-_ARTICLES = {Place.SAME_DEVICE: "the same device", Place.SAME_NODE: "the same node", Place.OTHER_NODE: "another node"}
+_ARTICLES = {
+    ReplacementPlace.SAME_DEVICE: "the same device",
+    ReplacementPlace.SAME_NODE: "the same node",
+    ReplacementPlace.OTHER_NODE: "another node",
+}
 
 _CASES = (
     ("CPU, gloo", Arithmetic(uses_gpus=False)),
@@ -109,7 +113,7 @@ def table() -> list[str]:
     It has a row for each kind of arithmetic with each method that restores state, and a column for each place.
     """
     return [
-        f"| | state restored by | {' | '.join(f'replacement on {_ARTICLES[place]}' for place in Place)} |",
+        f"| | state restored by | {' | '.join(f'replacement on {_ARTICLES[place]}' for place in ReplacementPlace)} |",
         "|---|---|---|---|---|",
         *_rows(),
     ]
@@ -119,7 +123,7 @@ def _rows() -> Iterator[str]:
     for name, arithmetic in _CASES:
         for restored in Restored:
             cells = []
-            for place in Place:
+            for place in ReplacementPlace:
                 state, later = arithmetic.restored(restored, place), arithmetic.later(restored, place)
                 cells.append(str(state) if state is later else f"state {state}, later iterations {later}")
             yield f"| {name} | {restored} | {' | '.join(cells)} |"

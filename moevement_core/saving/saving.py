@@ -29,7 +29,7 @@ from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import StageOperators
 from moevement_core.topology.host_budget import Allowed
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 from moevement_core.topology.topology import Topology, connect
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
@@ -123,9 +123,9 @@ class Saving:
         self._record_plan()
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> RankParts:
         """Objects that a recovery needs: binding, topology of this generation, operator states and checkpointer."""
-        return Parts(self._binding, self.topology, self._states, self.checkpointer)
+        return RankParts(self._binding, self.topology, self._states, self.checkpointer)
 
     @property
     def may_redo(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moevement_core.comms.exchange import all_gather_objects
-from moevement_core.engine.progress import Progress
+from moevement_core.engine.progress import CheckpointCounters
 from moevement_core.run.outcome import Recovery
 from moevement_core.util.iterations import reached_by_all
 
@@ -31,7 +31,7 @@ class Totals:
         self.last_begin_s = begin_s
         self.begin_s += begin_s
 
-    def ended(self, step_s: float, progress: Progress) -> None:
+    def ended(self, step_s: float, progress: CheckpointCounters) -> None:
         """Add the seconds and bytes of a completed iteration."""
         self.iterations += 1
         self.train_s += step_s
@@ -41,7 +41,7 @@ class Totals:
 
 def summary(
     totals: Totals,
-    progress: Progress,
+    progress: CheckpointCounters,
     on_disk: tuple[int | None, int, int, float],
     decided: tuple[int, int, int],
     warnings: Sequence[str],
@@ -63,7 +63,7 @@ def summary(
     """
     per_rank = all_gather_objects(
         (totals, progress, on_disk, decided),
-        tuple[Totals, Progress, tuple[int | None, int, int, float], tuple[int, int, int]],
+        tuple[Totals, CheckpointCounters, tuple[int | None, int, int, float], tuple[int, int, int]],
     )
     all_totals, all_progress, disk, decisions = ([sent[part] for sent in per_rank] for part in range(4))
     all_warnings = all_gather_objects(list(warnings), list[str])

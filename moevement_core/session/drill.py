@@ -9,7 +9,7 @@ from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.run.outcome import Recovery
 from moevement_core.session.recoverer import Recoverer
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 from moevement_core.trainer.binding import Binding
 from moevement_core.util.digest import digest
 
@@ -31,7 +31,7 @@ def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
 
 
 def wipe_and_recover(
-    parts: Parts, recoverer: Recoverer, committed: int, stages: frozenset[int] | None
+    parts: RankParts, recoverer: Recoverer, committed: int, stages: frozenset[int] | None
 ) -> Recovery:  # fmt: skip
     """Overwrite the state of some ranks, and recover it. Every rank calls it between two iterations.
 
@@ -72,6 +72,6 @@ def wipe_and_recover(
     return done
 
 
-def _digests(parts: Parts) -> dict[str, str]:
+def _digests(parts: RankParts) -> dict[str, str]:
     boundary = parts.binding.boundary()
     return parts.checkpointer.capturer.whole_now() | {part: digest(value) for part, value in boundary.items()}

@@ -44,7 +44,7 @@ from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
 from moevement_core.session.kept_state import Resizing
 from moevement_core.session.rejoin import Rejoined, Unrecoverable
-from moevement_core.session.resize import Offer, Rebuilder, Resized, resize
+from moevement_core.session.resize import Offer, Rebuilder, ResizedSession, resize
 from moevement_core.session.run_directory import (
     Lines,
     begin_record,
@@ -174,7 +174,7 @@ class _Loop(Training, Rebuilder):
         self._began_s = time.monotonic()
         self._binding: Binding | None = None
         self._session: Session | None = None
-        self._rejoined: Rejoined | Resized | None = None
+        self._rejoined: Rejoined | ResizedSession | None = None
         self._resizing = Resizing()
         self._lock: FolderLock | None = None
         self._has_begun = False
@@ -282,7 +282,7 @@ class _Loop(Training, Rebuilder):
             self._binding = self._make()
             self._binding.regroup()
         session, before = self._session if self._has_begun else None, self._rejoined
-        assert not isinstance(before, Resized)
+        assert not isinstance(before, ResizedSession)
         self._rejoined = take_up(
             binding=self._binding, config=self._config, session=session, before=before, joined=self._joined
         )

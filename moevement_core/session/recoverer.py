@@ -22,7 +22,7 @@ from moevement_core.run.outcome import Recovery
 from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.strategies.capabilities import LosesUpdates
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.equal_bits import PlacementHistory, placement
@@ -222,7 +222,7 @@ class Recoverer:
 
     def _prepare_from_disk(
         self,
-        parts: Parts,
+        parts: RankParts,
         report: Report,
         memory: Mapping[Source, SnapshotSource],
         until: int,
@@ -274,7 +274,7 @@ class Recoverer:
         """True if a replay may give other results than the first execution, because the strategy loses updates."""
         return isinstance(self._windows.strategy, LosesUpdates)
 
-    def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
+    def _logged(self, parts: RankParts, scope: Scope | None) -> tuple[int, ...]:
         """Return the iterations in this rank's boundary log; if a stage will replay from it, only undamaged ones."""
         log = parts.binding.boundary_log
         if log is None:
@@ -288,7 +288,7 @@ class Recoverer:
             damage.report("the digests of a boundary log, checked before use", what, "no stage replays from this data")
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
-    def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
+    def _scope(self, parts: RankParts, lost: frozenset[int]) -> Scope | None:
         """Return the scope of a recovery of stages ``lost``. If all stages roll back, log why, and return None."""
         if reason := parts.binding.stages_are_tied_by():
             if parts.topology.rank == 0:

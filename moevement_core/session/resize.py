@@ -86,7 +86,7 @@ class Rebuilder(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Resized:
+class ResizedSession:
     """State from which this rank continues training after the job changed its ranks."""
 
     session: Session
@@ -125,7 +125,7 @@ class Resized:
         binding.on_recovered(self.until, {}, is_between=self.is_between)
 
 
-def resize(resizing: Resizing, session: Session | None, config: SessionConfig, rebuilder: Rebuilder) -> Resized:
+def resize(resizing: Resizing, session: Session | None, config: SessionConfig, rebuilder: Rebuilder) -> ResizedSession:
     """Meet the other ranks, build a model for the present ranks, and bring the newest state into it. Collective.
 
     Every rank calls it as soon as process groups are usable: after a failure, when the job grows, and when experts
@@ -181,7 +181,7 @@ def _resized(
     config: SessionConfig,
     names: JobNames,
     rebuilder: Rebuilder,
-) -> Resized:
+) -> ResizedSession:
     """Bring the newest state into the new model, and build a session for it. Collective.
 
     Raises:
@@ -207,7 +207,7 @@ def _resized(
     resizing.formed(binding, meeting.reached.status.start)
     binding.resume(until, meeting.reached.run_totals)
     rebuilder.begin_record(binding)
-    return Resized(
+    return ResizedSession(
         build_session(binding, config, names, prepared, snapshots_before=kept.snapshots if kept is not None else ()),
         rebuilder,
         until=until,
@@ -268,7 +268,7 @@ def _bring_live(live: KeptState | None, binding: Binding, *, is_verified: bool) 
     return exchanged
 
 
-def _report(resized: Resized) -> None:
+def _report(resized: ResizedSession) -> None:
     """Write an event that says how the job's size has changed; rank 0 also logs the event. Collective."""
     now = generation()
     assert now is not None

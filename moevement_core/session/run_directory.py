@@ -20,7 +20,7 @@ from moevement_core.errors import FolderInUse, RunRecordError
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.run.events import Started
 from moevement_core.run.run_record import RunRecord
-from moevement_core.topology.parts import Parts
+from moevement_core.topology.parts import RankParts
 from moevement_core.trainer.binding import Binding
 from moevement_core.util.digest import digest
 from moevement_core.util.environment import MEMBER_ENV
@@ -109,7 +109,7 @@ def continue_record(folder: Path, name: str, iteration: int) -> RunRecord | None
     return record
 
 
-def state_digest(parts: Parts) -> dict[str, Any]:
+def state_digest(parts: RankParts) -> dict[str, Any]:
     """Return digests of the job's state: of all of it, of each part, and of each part on each rank.
 
     Parts are the operators together, and each entry of the boundary record. Every rank calls this function.

@@ -17,11 +17,19 @@ from dataclasses import dataclass, replace
 from moevement_core.errors import WindowError
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.costs import (
+    CheckFreqCost,
+    Costs,
+    DenseSynchronousCost,
+    GeminiCost,
+    MoEvementCost,
+    RedoCost,
+    Techniques,
+)
+from moevement_core.simulator.costs.strategy_cost import StrategyCost
 from moevement_core.simulator.experiment import Cell, Draws, cell_of, half_interval
-from moevement_core.simulator.strategies import CheckFreq, Costs, DenseSynchronous, Gemini, MoEvement, Redo, Techniques
-from moevement_core.simulator.strategies.base import Strategy
 from moevement_core.simulator.training import Spares
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import RecoveryKind
 
 MOST_COPIES = 3
 WINDOWS_TRIED = 4
@@ -42,12 +50,12 @@ class Fixed:
     kind: WindowKind | None = None
     window: int | None = None
 
-    def allows(self, strategy: Strategy) -> bool:
+    def allows(self, strategy: StrategyCost) -> bool:
         """Return True if a strategy agrees with these settings."""
         inputs, size = strategy.costs.plan.inputs, strategy.costs.plan.size
-        if not isinstance(strategy, MoEvement):
+        if not isinstance(strategy, MoEvementCost):
             return True
-        has_kind = self.kind is None or isinstance(strategy, Redo) or inputs.kind is self.kind
+        has_kind = self.kind is None or isinstance(strategy, RedoCost) or inputs.kind is self.kind
         return has_kind and self.window in (None, size)
 
 
@@ -58,7 +66,7 @@ class Choice:
     cell: Cell
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyCost:
         """Strategy of the candidate, with its window or interval."""
         return self.cell.strategy
 
@@ -70,7 +78,7 @@ class Choice:
     @property
     def is_sparse(self) -> bool:
         """True if the strategy saves a part of the state in every iteration."""
-        return isinstance(self.strategy, MoEvement)
+        return isinstance(self.strategy, MoEvementCost)
 
     @property
     def copies(self) -> int:
@@ -112,18 +120,18 @@ class Choice:
     def flags(self) -> str:
         """Command-line flags of a run with this choice."""
         strategy, plan = self.strategy, self.strategy.costs.plan
-        if isinstance(strategy, MoEvement):
-            recovery = " --moevement-recovery redo" if isinstance(strategy, Redo) else ""
+        if isinstance(strategy, MoEvementCost):
+            recovery = " --moevement-recovery redo" if isinstance(strategy, RedoCost) else ""
             return (
                 f"--moevement-sparse-ckpt --moevement-window {plan.size} --moevement-window-kind {plan.inputs.kind} "
                 f"--moevement-replicas {self.copies}{recovery}"
             )
-        if isinstance(strategy, Gemini):
+        if isinstance(strategy, GeminiCost):
             return (
                 f"--moevement-strategy gemini --moevement-dense-interval {strategy.interval} "
                 f"--moevement-replicas {self.copies}"
             )
-        if isinstance(strategy, CheckFreq):
+        if isinstance(strategy, CheckFreqCost):
             return f"--moevement-strategy checkfreq --moevement-dense-interval {strategy.interval}"
         return f"--save-interval {strategy.interval}"
 
@@ -174,13 +182,13 @@ class Advice:
         return name, best[name], other[name]
 
 
-def fits(strategy: Strategy) -> bool:
+def fits(strategy: StrategyCost) -> bool:
     """Return True if a node has enough host memory for a strategy, or if the node's memory is not known."""
     memory = strategy.costs.plan.inputs.cluster.host_memory_bytes
     return memory is None or node_bytes(strategy) <= memory
 
 
-def node_bytes(strategy: Strategy) -> float:
+def node_bytes(strategy: StrategyCost) -> float:
     """Return the bytes of host memory that a strategy takes on a node."""
     inputs = strategy.costs.plan.inputs
     return strategy.host_bytes * min(inputs.cluster.gpus_per_node, inputs.job.ranks)
@@ -213,7 +221,7 @@ class Variants:
         copies = self.costs.plan.inputs.replicas if copies is None else copies
         key = (kind, window, copies, is_redone)
         if key not in self._known:
-            recovery = Recovery.REDO if is_redone else Recovery.REPLAY
+            recovery = RecoveryKind.REDO if is_redone else RecoveryKind.REPLAY
             inputs = replace(self.costs.plan.inputs, kind=kind, window=window, replicas=copies, recovery=recovery)
             try:
                 self._known[key] = replace(self.costs, plan=CheckpointPlan(inputs))
@@ -280,8 +288,8 @@ def choices_of(
     return list(best.values())
 
 
-def _by_family(candidates: Iterable[Strategy]) -> dict[str, list[Strategy]]:
-    families: dict[str, list[Strategy]] = {}
+def _by_family(candidates: Iterable[StrategyCost]) -> dict[str, list[StrategyCost]]:
+    families: dict[str, list[StrategyCost]] = {}
     for candidate in candidates:
         families.setdefault(family(candidate), []).append(candidate)
     return families
@@ -292,40 +300,40 @@ def _rank(choice: Choice) -> tuple[bool, float, float]:
     return choice.fits, choice.ettr, choice.cell.formula
 
 
-def is_candidate(strategy: Strategy) -> bool:
+def is_candidate(strategy: StrategyCost) -> bool:
     """Return True if a strategy loses no update, and ``moevement launch`` can start a job with it."""
-    is_part = isinstance(strategy, MoEvement) and strategy.techniques != Techniques()
+    is_part = isinstance(strategy, MoEvementCost) and strategy.techniques != Techniques()
     return strategy.name not in (*LOSSY, "none", "gemini-stalling") and not is_part
 
 
-def family(strategy: Strategy) -> str:
+def family(strategy: StrategyCost) -> str:
     """Return the name of a strategy without its variant, such as ``gemini`` for ``gemini-young-daly``."""
-    if isinstance(strategy, Redo):
+    if isinstance(strategy, RedoCost):
         return "redo"
-    return "moevement" if isinstance(strategy, MoEvement) else strategy.name.split("-")[0]
+    return "moevement" if isinstance(strategy, MoEvementCost) else strategy.name.split("-")[0]
 
 
-def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) -> Iterator[Strategy]:
+def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) -> Iterator[StrategyCost]:
     """Yield the candidates: each exact strategy with each of the windows or intervals to try."""
     for kind in WindowKind if fixed.kind is None else (fixed.kind,):
         smallest = variants.of(kind, None, copies)
         for variant in _windows(smallest, variants, kind=kind, fixed=fixed.window, copies=copies):
-            yield MoEvement(variant, name=f"moevement-{kind}")
+            yield MoEvementCost(variant, name=f"moevement-{kind}")
     smallest = variants.of(WindowKind.ROLLING, None, copies, is_redone=True)
     for variant in _windows(smallest, variants, kind=WindowKind.ROLLING, fixed=fixed.window, copies=copies):
-        yield Redo(variant)
+        yield RedoCost(variant)
     costs = variants.of(variants.costs.plan.inputs.kind, variants.costs.plan.inputs.window, copies)
     if costs is None:
         return
     # Training waits for a checkpoint that is still being sent when the next one begins; this interval avoids that.
     sent = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes)))
-    for interval in _intervals(Gemini(costs, mtbf_s).interval) | {max(1, sent)}:
-        yield Gemini(costs, mtbf_s, interval=interval)
+    for interval in _intervals(GeminiCost(costs, mtbf_s).interval) | {max(1, sent)}:
+        yield GeminiCost(costs, mtbf_s, interval=interval)
     written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
-    for interval in _intervals(CheckFreq(costs).interval):
-        yield CheckFreq(costs, interval=max(interval, written))
-    for interval in _intervals(DenseSynchronous(costs, mtbf_s).interval):
-        yield DenseSynchronous(costs, mtbf_s, interval=interval)
+    for interval in _intervals(CheckFreqCost(costs).interval):
+        yield CheckFreqCost(costs, interval=max(interval, written))
+    for interval in _intervals(DenseSynchronousCost(costs, mtbf_s).interval):
+        yield DenseSynchronousCost(costs, mtbf_s, interval=interval)
 
 
 def _windows(

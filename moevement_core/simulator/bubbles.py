@@ -1,8 +1,8 @@
 """Copies in pipeline bubbles (MoEtion, section 5.3, Algorithm 4).
 
 A bubble of a stage is a time in which the stage neither computes, sends nor receives. The module finds bubbles for any
-schedule that :class:`Pipeline` simulates. It divides the bytes of a checkpoint into two parts. The first part is copied
-in bubbles; the second part is copied while the stage works. The module computes when both parts are complete.
+schedule that :class:`SimulatedPipeline` simulates. It divides the bytes of a checkpoint into two parts. The first part
+is copied in bubbles; the second part is copied while the stage works. The module computes when both parts are complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from moevement_core.simulator.iteration import IterationTime
-from moevement_core.simulator.pipeline import Pipeline, Span
+from moevement_core.simulator.pipeline import SimulatedPipeline, Span
 
 
 class Split(NamedTuple):
@@ -112,7 +112,7 @@ def _seconds(bubbles: Bubbles) -> float:
     return bubbles.seconds
 
 
-def idle(pipeline: Pipeline, stage: int, until: float) -> tuple[Span, ...]:
+def idle(pipeline: SimulatedPipeline, stage: int, until: float) -> tuple[Span, ...]:
     """Return when a stage neither computes, sends nor receives, from the first forward pass until ``until`` seconds."""
     return gaps(pipeline.busy(stage), until)
 

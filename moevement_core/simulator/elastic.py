@@ -101,7 +101,7 @@ class ElasticJob:
 
 
 @dataclass
-class Trained:
+class TrainedElastically:
     """Result of a simulated elastic training."""
 
     iterations: float = 0.0
@@ -139,7 +139,7 @@ class ElasticTraining:
 
     def __init__(self, job: ElasticJob, system: System, loads: Tokens, every: int, first: Sequence[str]) -> None:
         self.job, self.system, self.there = job, system, set(first)
-        self.done = Trained()
+        self.done = TrainedElastically()
         self._loads, self._every = loads, every
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
         self._slowest: dict[int, float] = {}
@@ -151,7 +151,7 @@ class ElasticTraining:
         self._layers: list[Mapping[str, tuple[int, ...]]] = [{} for _ in range(loads.shape[1])]
         self._settle()
 
-    def run(self, changes: Sequence[Change], until_s: float) -> Trained:
+    def run(self, changes: Sequence[Change], until_s: float) -> TrainedElastically:
         """Simulate the first ``until_s`` seconds of the training, and return the result.
 
         Args:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moevement_core.simulator.costs import STRATEGIES, Costs, StrategyCost
 from moevement_core.simulator.failures import Failure
-from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
-from moevement_core.simulator.training import Outcome, Spares, train
+from moevement_core.simulator.training import Spares, TrainingOutcome, train
 from moevement_core.simulator.workers import shared
 
 CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -32,9 +32,9 @@ class Cell:
 
     job: str
     ranks: int
-    strategy: Strategy
+    strategy: StrategyCost
     mtbf_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TrainingOutcome, ...]
     together: float = 0.0
     """Probability that a failure of a node also takes the node with the next number, 0 to 1."""
 
@@ -112,7 +112,7 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
     return cell_of(STRATEGIES[name](costs, draws.mtbf_s), draws, until_s, spares)
 
 
-def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
+def cell_of(strategy: StrategyCost, draws: Draws, until_s: float, spares: Spares) -> Cell:
     """Simulate one training with each list of failures in ``draws``, and return the results of the strategy."""
     job = strategy.costs.plan.inputs.job
     # A strategy may change during a training, so each training begins with a strategy in its initial state.

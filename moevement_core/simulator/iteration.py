@@ -11,7 +11,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.planning.cluster import Cluster
 from moevement_core.planning.job import JobShape, StageShape
 from moevement_core.planning.profile import Profile, SizeProfile
-from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.simulator.pipeline import SimulatedPipeline
 
 BACKWARD_OVER_FORWARD = 2.0
 """Work of the backward pass, divided by that of the forward pass, which has half as many matrix products."""
@@ -25,7 +25,7 @@ GRADIENT_BYTES = 4
 class IterationTime:
     """Seconds of an iteration, by part. Their sum is ``max(T_pipeline) + T_sync + T_update``."""
 
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[SimulatedPipeline, ...]
     """Pipelines of the data-parallel replicas. Replicas with equal times have one entry together."""
     sync_s: float = 0.0
     """Seconds of gradient reduction and parameter gathering that do not overlap with computation."""
@@ -91,9 +91,9 @@ def from_total(iteration_s: float, job: JobShape) -> IterationTime:
     return IterationTime((_even(stages, count, job.chunks, each),))
 
 
-def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline:
+def _even(stages: int, micro_batches: int, chunks: int, each: float) -> SimulatedPipeline:
     forward = each / (1 + BACKWARD_OVER_FORWARD)
-    return Pipeline((forward,) * stages, (each - forward,) * stages, micro_batches, chunks)
+    return SimulatedPipeline((forward,) * stages, (each - forward,) * stages, micro_batches, chunks)
 
 
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
@@ -116,7 +116,7 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
         )
     size = by_tokens[job.tokens]
     forward, backward = (tuple(getattr(stage, name) for stage in size.stages) for name in ("forward_s", "backward_s"))
-    pipeline = Pipeline(
+    pipeline = SimulatedPipeline(
         forward_s=forward, backward_s=backward, micro_batches=job.micro_batches, chunks=job.chunks, send_s=size.send_s
     )
     of_stage = job.ranks // job.pipeline_parallel
@@ -174,7 +174,7 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
     if not job.tokens:
         raise ConfigError(f"job {job.name} has no number of tokens in a micro-batch; give the iteration time")
     forward = tuple(_forward_s(job, stage, cluster) for stage in job.stages)
-    pipeline = Pipeline(
+    pipeline = SimulatedPipeline(
         forward_s=forward,
         backward_s=tuple(BACKWARD_OVER_FORWARD * seconds for seconds in forward),
         micro_batches=job.micro_batches,
@@ -228,7 +228,7 @@ def _update_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
     return 2 * full / cluster.memory_bytes_per_s if cluster.memory_bytes_per_s else 0.0
 
 
-def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipeline]:
+def _on_nodes(pipeline: SimulatedPipeline, job: JobShape, cluster: Cluster) -> list[SimulatedPipeline]:
     """Return the pipelines of the data-parallel replicas, on nodes with different speeds; equal pipelines count once.
 
     A stage of a replica is as slow as the slowest node that holds one of its ranks.
@@ -251,7 +251,7 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
     return [slowed(pipeline, speeds) for speeds in sorted(different)]
 
 
-def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
+def slowed(pipeline: SimulatedPipeline, speeds: tuple[float, ...]) -> SimulatedPipeline:
     """Return the pipeline with the seconds of each stage divided by the relative speed of the stage in ``speeds``."""
     return replace(
         pipeline,

@@ -15,7 +15,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class SimulatedPipeline:
     """Pipeline of one data-parallel replica. Its schedule is 1F1B, or with several chunks Megatron's interleaved 1F1B.
 
     Raises:
@@ -62,7 +62,7 @@ class Pipeline:
         """Return the seconds in which ``stage`` replays an iteration from logs, without a bubble (section 3.4)."""
         return self.part([stage]).simulate()
 
-    def part(self, stages: Sequence[int]) -> Pipeline:
+    def part(self, stages: Sequence[int]) -> SimulatedPipeline:
         """Return the pipeline that some neighbouring stages form when they replay without the other stages.
 
         Inputs from other stages are always ready, because they come from logs. The result has the 1F1B schedule, in

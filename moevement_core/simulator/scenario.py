@@ -23,10 +23,10 @@ from moevement_core.planning.profile import Profile
 from moevement_core.planning.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Scaling
+from moevement_core.simulator.costs import STRATEGIES, Costs
 from moevement_core.simulator.experiment import Draws
 from moevement_core.simulator.failures import FailureModel, check_count, mean_time_between, recorded
 from moevement_core.simulator.iteration import IterationTime, from_machines, from_profile, from_total
-from moevement_core.simulator.strategies import STRATEGIES, Costs
 from moevement_core.simulator.training import Spares
 from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 

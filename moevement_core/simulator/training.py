@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moevement_core.simulator.costs import StrategyCost
 from moevement_core.simulator.failures import Failure
-from moevement_core.simulator.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Spares:
 
 
 @dataclass(frozen=True)
-class Losses:
+class UpdatesLost:
     """Updates that a training has lost up to one of its failures, and how many experts it saves from then on."""
 
     at_s: float
@@ -32,7 +32,7 @@ class Losses:
     experts_saved: int
     """Number of experts of each layer in a snapshot after the failure, K."""
     lost: float
-    """Lost updates in iterations, as in :attr:`Recovery.tokens_lost`, of this failure and all earlier ones."""
+    """Lost updates in iterations, as in :attr:`RecoveryCost.tokens_lost`, of this failure and all earlier ones."""
     of_run: float
     """Proportion of lost tokens (PLT of MoC-System, equation 7).
 
@@ -43,7 +43,7 @@ class Losses:
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """Result of a simulated training."""
 
     wall_s: float
@@ -60,7 +60,7 @@ class Outcome:
     tokens_lost: float = 0.0
     goodput: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of wall seconds and iterations committed so far, one at each failure and one at the end."""
-    losses: list[Losses] = field(default_factory=list)
+    losses: list[UpdatesLost] = field(default_factory=list)
     """Lost updates after each failure; empty for a strategy that saves all experts."""
 
     @property
@@ -69,7 +69,9 @@ class Outcome:
         return self.iterations * self.iteration_s / self.wall_s
 
 
-def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spares: Spares | None = None) -> Outcome:
+def train(
+    strategy: StrategyCost, failures: Sequence[Failure], until_s: float, spares: Spares | None = None
+) -> TrainingOutcome:
     """Simulate a training until ``until_s``.
 
     A failure interrupts an iteration or a recovery. The time of an interrupted iteration is lost. An interrupted
@@ -82,7 +84,7 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
         spares: spare nodes; None for an unlimited number.
     """
     iteration_s = strategy.costs.iteration_s
-    outcome = Outcome(until_s, 0, iteration_s)
+    outcome = TrainingOutcome(until_s, 0, iteration_s)
     outcome.lost_s = dict.fromkeys(
         ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
@@ -120,13 +122,13 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
     return outcome
 
 
-def _note_losses(outcome: Outcome, at_s: float, experts_saved: int, run_iterations: int) -> None:
+def _note_losses(outcome: TrainingOutcome, at_s: float, experts_saved: int, run_iterations: int) -> None:
     lost = outcome.tokens_lost
     so_far = lost / max(1, outcome.iterations)
-    outcome.losses.append(Losses(at_s, experts_saved, lost, of_run=lost / run_iterations, so_far=so_far))
+    outcome.losses.append(UpdatesLost(at_s, experts_saved, lost, of_run=lost / run_iterations, so_far=so_far))
 
 
-def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
+def _advance(outcome: TrainingOutcome, overhead_s: float, seconds: float) -> float:
     """Train for ``seconds``, and return the share of the interrupted iteration that is done at their end."""
     each = outcome.iteration_s + overhead_s
     # Without 1e-9, a rounding error could make the number of whole iterations too small by one.

@@ -25,7 +25,7 @@ from moevement_core.strategies.moc import PartialSchedule
 
 
 @dataclass(frozen=True)
-class Fault:
+class NodeFault:
     """Failure of nodes right after a checkpoint."""
 
     checkpoint: int
@@ -35,7 +35,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Restored:
+class SimulatedRestore:
     """Result of one recovery."""
 
     lost: LostTokens
@@ -62,7 +62,7 @@ class TwoLevels:
     limit: float = 1.0
     """Share of all tokens that may be lost before checkpoints save every expert; 1 keeps K_snapshot constant."""
 
-    def recoveries(self, faults: Sequence[Fault]) -> list[Restored]:
+    def recoveries(self, faults: Sequence[NodeFault]) -> list[SimulatedRestore]:
         """Simulate the training, and return the result of each recovery, in the order of the failures' checkpoints.
 
         Before the first checkpoint, memory and disk hold the initial state of all operators.
@@ -79,7 +79,7 @@ class TwoLevels:
         of_checkpoint = defaultdict(list)
         for fault in faults:
             of_checkpoint[fault.checkpoint].append(fault)
-        restored = list[Restored]()
+        restored = list[SimulatedRestore]()
         for number in range(self.checkpoints):
             account = account.with_routed(self.tokens.astype(np.float64))
             memory = np.where(_saved(schedule, number), account.kept, memory)
@@ -90,7 +90,7 @@ class TwoLevels:
                 lost = account.lost_since(before, self.table, self._tokens_of_run)
                 experts = policy.after(schedule.experts, lost.proportion)
                 schedule = replace(schedule.after(number, len(restored) + 1), experts=experts)
-                restored.append(Restored(lost, experts))
+                restored.append(SimulatedRestore(lost, experts))
         return restored
 
     def _has_part_on(self, nodes: frozenset[int]) -> npt.NDArray[np.bool_]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moevement_core.simulator.advice import SCALES, Choice, Variants, choices_of, fits
+from moevement_core.simulator.costs import CheckFreqCost, Costs, DenseSynchronousCost
+from moevement_core.simulator.costs.strategy_cost import StrategyCost
 from moevement_core.simulator.experiment import Cell, Draws, cell_of, half_interval
-from moevement_core.simulator.strategies import CheckFreq, Costs, DenseSynchronous
-from moevement_core.simulator.strategies.base import Strategy
 from moevement_core.simulator.training import Spares
 
 MONTH_H = 720.0
@@ -40,7 +40,7 @@ class Way:
     """True if the user has given the interval between checkpoints."""
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyCost:
         """Simulated strategy, with its window or interval."""
         return self.cell.strategy
 
@@ -144,7 +144,7 @@ def worth(
     return Worth(draws.mtbf_s, tuple(today), tuple(tolerant), _break_even_s(tolerant[0].strategy, tried, pool, costs))
 
 
-def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str, Strategy, bool]]:
+def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str, StrategyCost, bool]]:
     """Yield the ways to restart from storage: name, strategy, and True if the interval is the user's.
 
     Training waits for a synchronous save. It continues during an asynchronous save.
@@ -155,7 +155,7 @@ def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str
             yield f"{name}, yours", of_interval(every), True
 
 
-def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], Strategy], int]]:
+def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], StrategyCost], int]]:
     """Yield synchronous and asynchronous saves to storage.
 
     Each item has a name, a function from the interval to the strategy, and the interval around which :func:`_best`
@@ -164,17 +164,17 @@ def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], 
     written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
     yield (
         "synchronous saves",
-        lambda interval: DenseSynchronous(costs, mtbf_s, interval=interval),
-        DenseSynchronous(costs, mtbf_s).interval,
+        lambda interval: DenseSynchronousCost(costs, mtbf_s, interval=interval),
+        DenseSynchronousCost(costs, mtbf_s).interval,
     )
     yield (
         "asynchronous saves",
-        lambda interval: CheckFreq(costs, interval=max(interval, written)),
+        lambda interval: CheckFreqCost(costs, interval=max(interval, written)),
         max(1, written),
     )
 
 
-def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> Strategy:
+def _best(of_interval: Callable[[int], StrategyCost], own: int, mtbf_s: float) -> StrategyCost:
     intervals = {max(1, round(own * scale)) for scale in (*SCALES, 8.0, 16.0, 64.0)}
     return max(
         (of_interval(interval) for interval in sorted(intervals)), key=lambda strategy: strategy.analytic_ettr(mtbf_s)
@@ -191,7 +191,7 @@ def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> l
     best: list[Way] = []
     for count in tried:
         choices = choices_of(variants, draws, MONTH_H * 3600, replace(spares, count=count))
-        ways = [_way(choice, count) for choice in choices if not isinstance(choice.strategy, DenseSynchronous)]
+        ways = [_way(choice, count) for choice in choices if not isinstance(choice.strategy, DenseSynchronousCost)]
         ways.sort(key=lambda way: (not fits(way.strategy), way.total_h))
         if best and ways[0].total_h >= best[0].total_h:
             break
@@ -203,7 +203,7 @@ def _way(choice: Choice, spares: int) -> Way:
     return Way(choice.flags, choice.cell, spares)
 
 
-def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
+def _break_even_s(strategy: StrategyCost, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
     """Return the longest mean seconds between failures at which ``strategy`` pays off.
 
     It pays off if it saves more than :data:`LEAST_SHARE` of the GPU hours, by the ETTR formula.
@@ -246,7 +246,7 @@ def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None 
     return min(1 - strategy.analytic_ettr(mtbf_s) for strategy in stored)
 
 
-def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
+def lost_share(strategy: StrategyCost, mtbf_s: float, pool: Spares) -> float:
     """Return the share of the job's GPU hours that a strategy loses, idle spares included.
 
     The share comes from the formula of MoEvement, section 2.4. If all spares are under repair, the job waits until the

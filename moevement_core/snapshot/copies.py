@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moevement_core.device import Device, Event
+from moevement_core.device import Device, DeviceEvent
 from moevement_core.overhead.pause import Pause
 from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
@@ -78,7 +78,7 @@ class Capture:
         self.error: BaseException | None = None
         self.is_urgent = False
         """True if training waits for the copies. The thread then issues all remaining chunks at once."""
-        self.last: Event | None = None
+        self.last: DeviceEvent | None = None
         """Event after the last copy in the copy stream. None until all copies are issued, and always without a GPU."""
         self._pairs = (*beside, *at_once)
         self._done = done
@@ -173,7 +173,7 @@ class CopyEngine(ABC):
         done: Callable[[Capture], None],
         failed: Callable[[], None],
         *,
-        ready: Event | None = None,
+        ready: DeviceEvent | None = None,
     ) -> Capture:
         """Begin to copy live tensors to host memory, and return the capture.
 
@@ -244,7 +244,7 @@ class CopyEngine(ABC):
         return self._thread is not None and self._thread.is_alive()
 
     @abstractmethod
-    def _begin_capture(self, capture: Capture, ready: Event | None) -> Any:
+    def _begin_capture(self, capture: Capture, ready: DeviceEvent | None) -> Any:
         """Begin a capture on the training thread, without waiting; return what :meth:`_complete` needs."""
 
     @abstractmethod
@@ -318,7 +318,7 @@ class ThreadCopies(CopyEngine):
     def _begin(self) -> None:
         pass
 
-    def _begin_capture(self, capture: Capture, ready: Event | None) -> Finish:
+    def _begin_capture(self, capture: Capture, ready: DeviceEvent | None) -> Finish:
         for source, target in _parts(capture.at_once):
             target.copy_(source)
         return begin_whole(capture.to_digest_whole)
@@ -342,7 +342,7 @@ class StreamCopies(CopyEngine):
     def _begin(self) -> None:
         self._device.use_in_this_thread()
 
-    def _begin_capture(self, capture: Capture, ready: Event | None) -> Event:
+    def _begin_capture(self, capture: Capture, ready: DeviceEvent | None) -> DeviceEvent:
         for source, target in _parts(capture.at_once):
             self._device.copy(target, source)  # ordered before later work of training that changes the tensor
         if ready is None or capture.at_once:
@@ -350,7 +350,7 @@ class StreamCopies(CopyEngine):
             ready.record()
         return ready
 
-    def _complete(self, capture: Capture, begun: Event) -> None:
+    def _complete(self, capture: Capture, begun: DeviceEvent) -> None:
         device, stream = self._device, self._stream
         first, last, end = device.event(timing=True), device.event(timing=True), device.event(sleeps=True)
         with device.use_stream(stream):
@@ -376,7 +376,7 @@ class StreamCopies(CopyEngine):
 
         At most :data:`CHUNKS_UNDER_WAY` chunks are under way at a time, unless training waits for the copies.
         """
-        under_way: deque[Event] = deque()
+        under_way: deque[DeviceEvent] = deque()
         for chunk in in_chunks(_parts(capture.beside), CHUNK_BYTES):
             if len(under_way) >= CHUNKS_UNDER_WAY and not capture.is_urgent:
                 under_way.popleft().synchronize()

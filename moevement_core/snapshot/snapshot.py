@@ -73,7 +73,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """Part of a snapshot that is written to disk, or sent to peers."""
 
     contents: str
@@ -114,9 +114,9 @@ class Header:
 
     A recovery compares the replayed state with these digests. The snapshot may hold only a part of the digested state.
     """
-    on_disk: Part | None = None
+    on_disk: SnapshotPart | None = None
     """Part that is written to disk; None if the whole snapshot is written."""
-    at_peers: Part | None = None
+    at_peers: SnapshotPart | None = None
     """Part that peers receive; None if they receive the whole snapshot. Headers at peers have this field too."""
 
     @property
@@ -181,16 +181,16 @@ class Header:
             raise SnapshotError(f"the header cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _plain_part(part: Part | None) -> list[Any] | None:
+def _plain_part(part: SnapshotPart | None) -> list[Any] | None:
     return None if part is None else [part.contents, part.without, part.of_stage]
 
 
-def _part_of(fields: Any) -> Part | None:
-    """Return a part from a header; headers of older programs lack :attr:`Part.of_stage`."""
+def _part_of(fields: Any) -> SnapshotPart | None:
+    """Return a part from a header; headers of older programs lack :attr:`SnapshotPart.of_stage`."""
     if fields is None:
         return None
     contents, without, *of_stage = fields
-    return Part(str(contents), tuple(map(str, without)), *map(str, of_stage[:1]))
+    return SnapshotPart(str(contents), tuple(map(str, without)), *map(str, of_stage[:1]))
 
 
 def _checked(entry: Entry) -> Entry:
@@ -300,7 +300,7 @@ class Snapshot:
         """Return the snapshot that peers receive: this snapshot, or a part of it in the same buffer."""
         return self if (part := self.header.at_peers) is None else self._part(part)
 
-    def _part(self, part: Part, **changes: Any) -> Snapshot:
+    def _part(self, part: SnapshotPart, **changes: Any) -> Snapshot:
         without = set(part.without)
         entries = tuple(entry for entry in self.header.entries if entry.operator not in without)
         header = replace(self.header, contents=part.contents, entries=entries, **changes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moevement_core.strategies.strategy import StageOperators, Strategy
 
 
-class Recovery(StrEnum):
+class RecoveryKind(StrEnum):
     """Method that restores lost state."""
 
     REPLAY = "replay"
@@ -123,9 +123,9 @@ class StrategyConfig:
         help="kind of windows. aligned: a failure rolls back W to 2W iterations; rolling: a failure rolls back W "
         "iterations, and snapshots have more bytes (default: aligned)",
     )  # fmt: skip
-    recovery: Recovery = flag(
-        "--moevement-recovery", choices=[str(recovery) for recovery in Recovery], default=str(Recovery.REPLAY),
-        check=lambda name, value: Recovery(value),
+    recovery: RecoveryKind = flag(
+        "--moevement-recovery", choices=[str(recovery) for recovery in RecoveryKind], default=str(RecoveryKind.REPLAY),
+        check=lambda name, value: RecoveryKind(value),
         help="method that restores lost state. replay: the stages that lost state execute iterations again; redo: "
         "snapshots on peers hold reduced gradients beside the state, and only the replacement of a lost rank repeats "
         "updates; auto: redo if the measured bandwidths are enough for the gradients, and replay otherwise (default: "
@@ -183,7 +183,7 @@ class StrategyConfig:
             raise ConfigError(f"--moevement-capacity-boost {self.capacity_boost}; needs a share above 0 and up to 1")
         if not 0 < self.cap < 1:
             raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share above 0 and below 1")
-        if self.recovery is Recovery.REDO and "recovery" not in self.kind.flags:
+        if self.recovery is RecoveryKind.REDO and "recovery" not in self.kind.flags:
             raise ConfigError(
                 f"--moevement-recovery {self.recovery} is not possible with --moevement-strategy {self.name}; give "
                 f"another recovery, or --moevement-strategy {' or '.join(_with('recovery'))}"
@@ -240,7 +240,7 @@ class StrategyConfig:
     @property
     def may_redo(self) -> bool:
         """True if a recovery may repeat updates from logged gradients, so that it replays no iteration."""
-        return self.recovery is not Recovery.REPLAY
+        return self.recovery is not RecoveryKind.REPLAY
 
     @property
     def logs_gradients(self) -> bool:

@@ -31,7 +31,7 @@ from moevement_core.policy.partial_experts import (
 )
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Contents, Parts, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, SnapshotParts
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
@@ -131,13 +131,17 @@ class PartialSchedule(VersionSchedule):
             return None
         return self._with(chosen(self._turns, self.experts, self.turn + turn))
 
-    def parts_of_slot(self, slot: int) -> Parts:
+    def parts_of_slot(self, slot: int) -> SnapshotParts:
         """Return the part of the slot's snapshot that is written to disk; peers receive the whole snapshot.
 
         Of the experts in the snapshot, the part on disk has those that were written longest ago.
         """
         turn, rest = divmod(slot, self.interval)
-        return Parts() if rest or self.persisted is None else Parts(on_disk=self._with(self._on_disk[turn]))
+        return (
+            SnapshotParts()
+            if rest or self.persisted is None
+            else SnapshotParts(on_disk=self._with(self._on_disk[turn]))
+        )
 
     @cached_property
     def _on_disk(self) -> list[list[int]]:

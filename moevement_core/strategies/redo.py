@@ -27,7 +27,7 @@ from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.capabilities import ChoosesRecovery, CountsTokens
-from moevement_core.strategies.config import Recovery, StrategyConfig
+from moevement_core.strategies.config import RecoveryKind, StrategyConfig
 from moevement_core.strategies.moevement import FIRST_WINDOW, NEAR, MoEvement
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
@@ -161,7 +161,7 @@ class Redo(Strategy, CountsTokens, ChoosesRecovery):
     @classmethod
     def of(cls, config: StrategyConfig, stage: StageOperators) -> Redo:
         """Return the strategy of a stage; see :meth:`MoEvement.of`."""
-        return cls(stage.table, MoEvement.of(config, stage), is_chosen=config.recovery is Recovery.REDO)
+        return cls(stage.table, MoEvement.of(config, stage), is_chosen=config.recovery is RecoveryKind.REDO)
 
     def __init__(self, table: OperatorTable, windows: MoEvement, *, is_chosen: bool = True) -> None:
         super().__init__(table)

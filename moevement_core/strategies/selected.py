@@ -23,7 +23,7 @@ from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chos
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import restore_points
-from moevement_core.policy.schedule import Contents, Parts, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, SnapshotParts
 from moevement_core.policy.tokens_at_risk import Chosen
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.strategy import Proposal, Strategy
@@ -78,10 +78,10 @@ class SelectedSchedule(VersionSchedule):
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
-    def parts_of_slot(self, slot: int) -> Parts:
+    def parts_of_slot(self, slot: int) -> SnapshotParts:
         """Return the part of the slot's snapshot that peers receive; the whole snapshot is written to disk."""
         turn, rest = divmod(slot, self.interval)
-        return Parts() if rest else Parts(at_peers=self.at_peers[turn])
+        return SnapshotParts() if rest else SnapshotParts(at_peers=self.at_peers[turn])
 
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` of another stage, but with this schedule's operators and :attr:`rounds`.

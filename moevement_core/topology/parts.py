@@ -12,7 +12,7 @@ from moevement_core.trainer.binding import Binding
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """Objects of one rank in one generation that the functions of a recovery receive as one argument."""
 
     binding: Binding

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import RecoveryKind
 from tests.soak import campaign
 from tests.soak.cells import LAYOUTS, PER_NODE, RECIPES, RECOVERIES, draw_cell
 
@@ -41,7 +41,7 @@ def test_every_kind_is_drawn_and_the_same_again_for_the_same_seed() -> None:
     assert cells == [draw_cell(random.Random(f"1/{number}")) for number in range(400)]
     assert {cell.layout for cell in cells} == set(LAYOUTS)
     assert {cell.recipe for cell in cells} == set(RECIPES)
-    assert {cell.recovery for cell in cells} == set(RECOVERIES) <= set(Recovery)
+    assert {cell.recovery for cell in cells} == set(RECOVERIES) <= set(RecoveryKind)
     assert {(cell.protection, cell.per_node) for cell in cells} >= {("parity", 1), ("copies", PER_NODE)}
 
 

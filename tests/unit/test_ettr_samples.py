@@ -16,7 +16,7 @@ from moevement_cli.ettr_samples import (
     FREE,
     HEADER,
     NEVER,
-    Sample,
+    JobSample,
     SavingCost,
     _killed_at,
     _lost_s,
@@ -33,10 +33,10 @@ from moevement_core.simulator.failures import Failure
 MTBF_S = 25.0
 
 
-def sample(strategy: str, *lost_s: float, overhead: float | None = 0.02) -> Sample:
+def sample(strategy: str, *lost_s: float, overhead: float | None = 0.02) -> JobSample:
     """Return the sample of a job of 60 iterations of 0.5 s, with a failure for each time in ``lost_s``."""
     parts = {"notice": 0.1, "regroup": 0.6, "run again": 0.9} if lost_s else {}
-    return Sample(
+    return JobSample(
         strategy, f"{MTBF_S:g} s" if lost_s else NEVER, MTBF_S if lost_s else None, 1, 30.0 + sum(lost_s), 60,
         [(10.0, [1])] * len(lost_s), 3 * len(lost_s), parts, 0.5, 26, 100.0, 8.0, 0,
         0.0, 2.5, "equal", [(0.0, 1)], [(1, 3.0)],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moevement_core.launching.launch import Launch, _environment, gpu_environment
-from moevement_core.launching.worker import TORCH, Trainer
+from moevement_core.launching.worker import TORCH, TrainerKind
 
 ABORTS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
@@ -30,7 +30,7 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
     [(ON_GPUS, 1, ABORTS | COPIES), (ON_GPUS, 0, ABORTS | COPIES), (ON_GPUS, None, COPIES), (ON_CPUS, 1, {})],
 )
 def test_what_aborts_need_is_set_where_there_are_aborts(
-    trainer: Trainer, spares: int | None, expected: dict[str, str]
+    trainer: TrainerKind, spares: int | None, expected: dict[str, str]
 ) -> None:
     launch = Launch(2, ["script.py"], trainer, show_logs=False, fresh_interpreters=False, spares=spares)
     variables = _environment(launch, 1)

@@ -107,6 +107,16 @@ def test_every_package_of_the_engine_has_its_place() -> None:
     assert beside == BESIDE
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for package in TOP_PACKAGES:
+        for module, path in modules(package).items():
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(module)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
     """Yield the groups of modules that all reach each other (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.moevement.optimizer import committed
-from megatron.moevement.optimizer.modes import Redo
+from megatron.moevement.optimizer.modes import RedoUpdates
 from megatron.moevement.optimizer.norms import as_clipped_by, as_logged, recorded
 from moevement_core.comms import plain
 
@@ -149,7 +149,7 @@ def test_gradients_are_said_to_be_final_when_they_are_clipped_and_nothing_is_upd
     optimizer.step()
     assert EVENTS[-4:] == ["atomic", "final 2", "update", "over"]
     EVENTS.clear()
-    point.redo(Redo(optimizer, {}, lambda: EVENTS.append("put")))
+    point.redo(RedoUpdates(optimizer, {}, lambda: EVENTS.append("put")))
     assert EVENTS[-2:] == ["put", "update"], "those of an update that is made again are put in place later"
     assert not any(event.startswith("final") for event in EVENTS)
 

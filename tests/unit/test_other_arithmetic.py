@@ -13,7 +13,7 @@ from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild import verdict
 from moevement_core.rebuild.replica_digests import compact
-from moevement_core.rebuild.verdict import Part
+from moevement_core.rebuild.verdict import RankVerdict
 from moevement_core.recovery.check import relative_difference
 from moevement_core.recovery.plan import RecoveryPlan, Report
 from moevement_core.rendezvous.roster import digest_of
@@ -36,10 +36,10 @@ def recovery() -> Recovery:
     return Recovery(**values | {"sources": {}, "replayed_by_stage": {}, "lost_tokens": {}, "ranks": ()})
 
 
-PART = Part(recovery(), LostTokens(), [], False, [])
+PART = RankVerdict(recovery(), LostTokens(), [], False, [])
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, parts: list[Part], window: str = "") -> Recovery:
+def agree(monkeypatch: pytest.MonkeyPatch, parts: list[RankVerdict], window: str = "") -> Recovery:
     monkeypatch.setattr(verdict, "all_gather_objects", lambda part, kind: parts)
     monkeypatch.setattr(verdict.dist, "get_rank", lambda: 0)
     return verdict.agree(parts[0], window)
@@ -57,7 +57,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, parts: list[Part], window: str = "") 
     ],
 )  # fmt: skip
 def test_what_nothing_explains_is_refused(
-    parts: list[Part], window: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+    parts: list[RankVerdict], window: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RecoveryError, match=pattern):
         agree(monkeypatch, parts, window)

@@ -21,7 +21,7 @@ from moevement_core.replication.config import CopiesConfig
 from moevement_core.saving.saving import refuse_what_is_not_defined
 from moevement_core.strategies import MoEvement
 from moevement_core.strategies.capabilities import CountsTokens
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import RecoveryKind
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import StageOperators
 from moevement_core.trainer.binding import Binding
@@ -246,8 +246,8 @@ def test_an_order_by_capacity_is_refused_for_a_trainer_that_does_not_define_it()
     refuse_what_is_not_defined(MegatronBinding(live, Ledger(live)), config.strategy)
 
 
-@pytest.mark.parametrize("recovery", list(Recovery))
-def test_the_capacities_of_a_trainer_weigh_its_counts(recovery: Recovery) -> None:
+@pytest.mark.parametrize("recovery", list(RecoveryKind))
+def test_the_capacities_of_a_trainer_weigh_its_counts(recovery: RecoveryKind) -> None:
     """Check that the expert with the most tokens comes first if it has capacity for many more."""
     config = session_config(parsed("--moevement-order", "capacity", "--moevement-recovery", str(recovery)))
     assert config is not None

@@ -19,7 +19,7 @@ BLOCK_ENV = "MOEVEMENT_BENCH_BLOCK"
 
 
 @dataclass
-class Sample:
+class OverheadSample:
     """Measurements of one iteration of one rank."""
 
     iteration: int
@@ -43,11 +43,11 @@ def mode_of(iteration: int, block: int) -> str:
     return MODES[iteration // block % len(MODES)]
 
 
-class Observer(observers.Observer):
+class OverheadSampler(observers.Observer):
     """Observer that sets the mode of every iteration and collects measurements."""
 
     def __init__(self, block: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[OverheadSample] = []
         self._block = block
         self._began_s: float | None = None
 
@@ -57,7 +57,7 @@ class Observer(observers.Observer):
         if self._began_s is not None:
             last, progress = committed - 1, session.saving.checkpointer.progress
             self.samples.append(
-                Sample(
+                OverheadSample(
                     iteration=last, mode=mode_of(last, self._block), first_of_block=last % self._block == 0,
                     seconds=now_s - self._began_s, stall_s=progress.stall_s + progress.gradient_stall_s,
                     begin_s=session.totals.last_begin_s, copied_bytes=progress.copied_bytes,
@@ -74,7 +74,7 @@ class Observer(observers.Observer):
 
 def main() -> None:
     """Run the training script on the command line, with the observer."""
-    observer = Observer(int(os.environ[BLOCK_ENV]))
+    observer = OverheadSampler(int(os.environ[BLOCK_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 
 

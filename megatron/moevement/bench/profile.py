@@ -44,7 +44,7 @@ REPEATS = 7
 COPIED_BYTES, STORED_BYTES = 64 << 20, 32 << 20
 
 
-class Measured:
+class RankTimes:
     """Measurements of one rank."""
 
     def __init__(self, iterations: int) -> None:
@@ -293,7 +293,7 @@ def main() -> None:
     """Run the training script on the command line, and measure it."""
     from megatron.training import training
 
-    measured = Measured(int(os.environ[ITERATIONS_ENV]))
+    measured = RankTimes(int(os.environ[ITERATIONS_ENV]))
     training.train_step = measured.around(training.train_step)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -24,7 +24,7 @@ BEGIN = 6
 
 
 @dataclass
-class Sample:
+class RecoverySample:
     """Measurement of one iteration or one recovery."""
 
     kind: str
@@ -38,11 +38,11 @@ class Sample:
     fed_bytes: int
 
 
-class Observer(observers.Observer):
+class RecoverySampler(observers.Observer):
     """Observer that records every iteration, and wipes and recovers memory every few iterations."""
 
     def __init__(self, stage: int, every: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[RecoverySample] = []
         self._stage, self._every = stage, every
         self._began: tuple[float, float] | None = None
         self._next_is_stage = True
@@ -55,7 +55,7 @@ class Observer(observers.Observer):
             stages = frozenset({self._stage}) if self._next_is_stage else None
             done = wipe_and_recover(session.saving.parts, session.recoverer, committed, stages)
             self.samples.append(
-                Sample(
+                RecoverySample(
                     kind="stage" if stages else "all", wall_s=done.replay_s, cpu_s=done.replay_cpu_s,
                     replayed=done.replayed, fetch_s=done.fetch_s, fed_bytes=done.fed_bytes,
                 )
@@ -67,7 +67,7 @@ class Observer(observers.Observer):
     def _note(self, began_s: float, began_cpu_s: float) -> None:
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         self.samples.append(
-            Sample(
+            RecoverySample(
                 kind="normal",
                 wall_s=wall_s,
                 cpu_s=sum(all_gather_objects(cpu_s, float)),
@@ -80,7 +80,7 @@ class Observer(observers.Observer):
 
 def main() -> None:
     """Run the training script on the command line, with the observer."""
-    observer = Observer(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
+    observer = RecoverySampler(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 
 

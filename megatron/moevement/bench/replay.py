@@ -29,7 +29,7 @@ AT = 8
 
 
 @dataclass
-class Sample:
+class ReplaySample:
     """Measurement of one replayed iteration on one rank."""
 
     round: int
@@ -38,11 +38,11 @@ class Sample:
     seconds: float
 
 
-class Observer(observers.Observer):
+class ReplaySampler(observers.Observer):
     """Observer that makes all measurements after :data:`AT` iterations."""
 
     def __init__(self, shares: Sequence[float], rounds: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[ReplaySample] = []
         self.skewness = float("nan")
         self._shares, self._rounds = shares, rounds
 
@@ -68,7 +68,7 @@ class Observer(observers.Observer):
                     trainer.run(iteration, None)
                     dist.barrier()
                     if number:
-                        self.samples.append(Sample(number, share, time.perf_counter() - began_s))
+                        self.samples.append(ReplaySample(number, share, time.perf_counter() - began_s))
 
 
 def _skewness(session: Session) -> float:
@@ -88,7 +88,7 @@ def _skewness(session: Session) -> float:
 
 def main() -> None:
     """Run the training script on the command line, with the observer."""
-    observer = Observer(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
+    observer = ReplaySampler(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
     run_observed(
         observer,
         lambda: {"skewness": observer.skewness, "samples": [asdict(sample) for sample in observer.samples]},

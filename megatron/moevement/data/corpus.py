@@ -29,7 +29,7 @@ _PLACES = ("Alder", "Birch", "Cedar", "Dogwood", "Elm", "Fir", "Gorse", "Hazel")
 _STATES = ("on time", "late by 5 minutes", "late by 10 minutes", "not running", "full")
 
 
-class Draws:
+class LinearCongruential:
     """Linear congruential generator with 64 bits of state. Draws use only the high bits."""
 
     def __init__(self, seed: int) -> None:
@@ -51,35 +51,35 @@ def documents() -> list[str]:
 
 
 def _document(number: int) -> str:
-    draws = Draws(number)
+    draws = LinearCongruential(number)
     write, separator = _KINDS[number % len(_KINDS)]
     return separator.join(write(draws) for _ in range(SENTENCES)) + "\n"
 
 
-def _story(draws: Draws) -> str:
+def _story(draws: LinearCongruential) -> str:
     sentence = f"{draws.choice(_SUBJECTS)} {draws.choice(_VERBS)} {draws.choice(_OBJECTS)}"
     if draws.below(2):
         sentence += f" {draws.choice(_TAILS)}"
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def _recipe(draws: Draws) -> str:
+def _recipe(draws: LinearCongruential) -> str:
     amount = f"{draws.below(9) + 2} {draws.choice(_UNITS)} of {draws.choice(_STAPLES)}"
     return f"- {draws.choice(_STEPS)} {amount}, then wait {5 * (draws.below(6) + 1)} minutes"
 
 
-def _sums(draws: Draws) -> str:
+def _sums(draws: LinearCongruential) -> str:
     left, right = draws.below(50), draws.below(50)
     return f"{left} + {right} = {left + right}; {left} < {right} is {'true' if left < right else 'false'}"
 
 
-def _timetable(draws: Draws) -> str:
+def _timetable(draws: LinearCongruential) -> str:
     origin, others = draws.choice(_PLACES), draws.below(len(_PLACES) - 1)
     target = [place for place in _PLACES if place != origin][others]
     return f"{draws.below(24):02}:{5 * draws.below(12):02} from {origin} to {target}: {draws.choice(_STATES)}"
 
 
-_KINDS: tuple[tuple[Callable[[Draws], str], str], ...] = (
+_KINDS: tuple[tuple[Callable[[LinearCongruential], str], str], ...] = (
     (_story, " "), (_recipe, "\n"), (_sums, "\n"), (_timetable, "\n"),
 )  # fmt: skip
 """Kinds of documents: the function that writes a sentence, and the separator between two sentences."""

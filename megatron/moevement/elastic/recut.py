@@ -18,7 +18,7 @@ from megatron.moevement.operators import operators_of_chunk
 from megatron.moevement.optimizer import weights
 from megatron.moevement.optimizer.norms import as_logged
 from megatron.moevement.optimizer.outcome import step_counts
-from megatron.moevement.optimizer.views import Part, make_optimizer_state, parts_of
+from megatron.moevement.optimizer.views import ParameterPart, make_optimizer_state, parts_of
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members, random_states
@@ -237,7 +237,7 @@ def saved_piece(saved: StateTensor, layout: RankLayout) -> Piece:
     return Piece(saved.operator, f"{saved.operator}/{name}", start if is_cut else 0, saved.tensor)
 
 
-def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _tensors(parameter: torch.nn.Parameter, part: ParameterPart) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield the name of each state tensor of a parameter, and this rank's part of it: first index and elements."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor

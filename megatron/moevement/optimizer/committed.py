@@ -27,7 +27,7 @@ import torch
 
 from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer import weights
-from megatron.moevement.optimizer.modes import Follow, Redo, Train
+from megatron.moevement.optimizer.modes import Follow, RedoUpdates, Train
 from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.patches import replace_on
@@ -335,7 +335,7 @@ class CommittedOptimizer(Commit):
             finally:
                 self._section = None
 
-    def redo(self, mode: Redo) -> None:
+    def redo(self, mode: RedoUpdates) -> None:
         """Repeat an update from logged gradients, without a gather of parameters.
 
         Before the call, the caller makes each optimizer with a loss scaler reduce its overflow flag over this rank

@@ -152,7 +152,7 @@ class Replay(Train):
         return overflow if self.outcome is None else bool(self.outcome["found_inf"][number])
 
 
-class Redo(Replay):
+class RedoUpdates(Replay):
     """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
     Megatron unscales and clips FP32 gradients in their buffers, so a rank logs the clipped gradients. Of narrower

@@ -30,7 +30,7 @@ _MASTERS = ("/master", "/upper", "/weight")
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Range of one parameter that this rank owns, with the master weights and optimizer state of this range."""
 
     start: int
@@ -147,7 +147,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
     return OperatorViews(every, trained, replicated)
 
 
-def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
+def _trained(parameter: torch.nn.Parameter, part: ParameterPart | None) -> Trained:
     master = part.master if part is not None else None
     if quantised_buffers(parameter) is not None:
         return Trained(parameter, master, getattr(parameter, HALF, None))
@@ -157,7 +157,7 @@ def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
     return Trained(parameter, master, weights)
 
 
-def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str) -> Iterator[StateTensor]:
+def _gradient(operator: str, parameter: torch.nn.Parameter, part: ParameterPart, key: str) -> Iterator[StateTensor]:
     """Yield the view of the gradient buffer that has the reduced gradient of a range.
 
     The optimizer unscales and clips FP32 gradients in this buffer. Of gradients of other dtypes, it unscales and clips
@@ -169,7 +169,7 @@ def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str
         yield StateTensor(operator, Saved.GRADIENT, f"{key}/gradient", flat)
 
 
-def _replicas(operator: str, parameter: torch.nn.Parameter, part: Part) -> Iterator[Replicated]:
+def _replicas(operator: str, parameter: torch.nn.Parameter, part: ParameterPart) -> Iterator[Replicated]:
     group = _replicas_of(parameter)
     if part.replicated and group.size() > 1:
         for what, weights in _stored(parameter, 0, parameter.numel()):
@@ -201,12 +201,12 @@ def make_optimizer_state(optimizer: Any) -> None:
             member.init_state_fn(inner, member.config)
 
 
-def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
+def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], ParameterPart | None]:
     """Return a function that maps a parameter to the part of it that a rank owns; to None if the rank owns no part.
 
     If all data-parallel ranks have the whole parameter, ``whose`` chooses the rank. Otherwise, it is this rank.
     """
-    parts: dict[torch.nn.Parameter, Part | None] = {}
+    parts: dict[torch.nn.Parameter, ParameterPart | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
             parts.update(_distributed(member))
@@ -214,17 +214,17 @@ def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Paramete
             parts.update(_replicated(member, whose))
     elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
 
-    def part_of(parameter: torch.nn.Parameter) -> Part | None:
+    def part_of(parameter: torch.nn.Parameter) -> ParameterPart | None:
         if parameter in parts:
             return parts[parameter]
         if parameter.requires_grad and elsewhere:
             return None
-        return Part(*_range_in(parameter, whose), {}, replicated={"weight": parameter.data.view(-1)})
+        return ParameterPart(*_range_in(parameter, whose), {}, replicated={"weight": parameter.data.view(-1)})
 
     return part_of
 
 
-def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
+def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, ParameterPart]]:
     """Yield each parameter with its shard of the distributed optimizer."""
     for parameter in member.model_param_gbuf_map:
         owned = member._get_model_param_range_map(parameter)["param"]
@@ -232,7 +232,7 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
         buffers = quantised_buffers(parameter)
         if buffers is not None and not buffers.is_one_form:
             setattr(parameter, HALF, stepped.detach().view(-1).to(parameter.dtype))
-        yield parameter, Part(owned.start, owned.end, state, stepped)
+        yield parameter, ParameterPart(owned.start, owned.end, state, stepped)
 
 
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -260,7 +260,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
     return stepped, state
 
 
-def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
+def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, ParameterPart]]:
     """Yield each parameter of a non-distributed optimizer, with the range of the rank that ``whose`` chooses."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
@@ -275,7 +275,7 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
         part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
-        yield parameter, Part(start, end, state=part, master=master, replicated=cut)
+        yield parameter, ParameterPart(start, end, state=part, master=master, replicated=cut)
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:

@@ -48,14 +48,14 @@ class Stream:
         """Return True, because no work is pending."""
         return True
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: Any = None) -> TimedEvent:
         """Record ``event``, or a new event if it is None, on this stream, and return the event."""
-        event = event or Event()
+        event = event or TimedEvent()
         event.record(self)
         return event
 
 
-class Event:
+class TimedEvent:
     """Event that stores the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class Event:
         """Return True, because no work is pending."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: TimedEvent) -> float:
         """Return the milliseconds from this event to the event ``end``."""
         return self._event.elapsed_ms(end._event)
 
@@ -117,7 +117,7 @@ def _answer_devices_and_streams() -> None:
         ("get_device_capability", lambda *a, **k: (10, 0), "Megatron reads the architecture"),
         ("get_device_name", lambda *a, **k: "cpu", "Megatron prints it"),
         ("Stream", Stream, "dispatchers and DDP use side streams"),
-        ("Event", Event, "timers and dispatchers use events"),
+        ("Event", TimedEvent, "timers and dispatchers use events"),
         ("current_stream", lambda *a, **k: _DEFAULT_STREAM, "other streams wait for it"),
         ("default_stream", lambda *a, **k: _DEFAULT_STREAM, "other streams wait for it"),
         ("set_stream", _nothing(), "there is one stream"),

@@ -10,7 +10,7 @@ from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
 from moevement_core.policy.popularity import Ordering
 from moevement_core.restart.faults import Fault
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import RecoveryKind
 from moevement_core.util.environment import NODE_ENV
 from moevement_core.util.words import counted
 
@@ -88,10 +88,10 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         return
     if args.use_distributed_optimizer:
         yield f"{asked}: --use-distributed-optimizer would put whole layers on single ranks; leave this flag out"
-    if args.moevement_recovery != Recovery.REPLAY:
+    if args.moevement_recovery != RecoveryKind.REPLAY:
         yield (
             f"{asked} --moevement-recovery {args.moevement_recovery}: an update needs the gradient of a whole matrix, "
-            f"but each rank logs a part of it; give {Recovery.REPLAY}"
+            f"but each rank logs a part of it; give {RecoveryKind.REPLAY}"
         )
 
 

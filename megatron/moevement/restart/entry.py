@@ -43,7 +43,7 @@ from moevement_core.saving.window_start import load_window
 from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
 from moevement_core.session.rejoin import Unrecoverable
-from moevement_core.session.resize import Resized, resize
+from moevement_core.session.resize import ResizedSession, resize
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.trainer.config import SessionConfig
@@ -193,7 +193,7 @@ def _rejoin(
     binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
     binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
     session, before = job.session if job.has_begun else None, job.rejoined
-    assert not isinstance(before, Resized)
+    assert not isinstance(before, ResizedSession)
     job.rejoined = take_up(binding, config, session=session, before=before, joined=functools.partial(_joined, job))
 
 

@@ -20,7 +20,7 @@ from moevement_core.run.events import Event
 from moevement_core.saving.identity import JobNames
 from moevement_core.session.kept_state import Resizing
 from moevement_core.session.rejoin import Rejoined
-from moevement_core.session.resize import Resized
+from moevement_core.session.resize import ResizedSession
 from moevement_core.session.session import Session
 
 
@@ -34,7 +34,7 @@ class Job:
     names: JobNames = field(default_factory=JobNames)
     session: Session | None = None
     """Fault tolerance of this rank; None without sparse checkpointing."""
-    rejoined: Rejoined | Resized | None = None
+    rejoined: Rejoined | ResizedSession | None = None
     """Agreement of all ranks on how to restore the state after a failure; None once training continues."""
     has_begun: bool = False
     """True if training has begun, so that this rank has state to keep through a failure."""

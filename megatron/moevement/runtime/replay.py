@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer.committed import CommittedOptimizer
-from megatron.moevement.optimizer.modes import Redo, Replay
+from megatron.moevement.optimizer.modes import RedoUpdates, Replay
 from megatron.moevement.optimizer.per_token import divide_gradients
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
@@ -107,7 +107,7 @@ class MegatronTrainer(Trainer):
             for live, tensor in logged:
                 live.copy_(tensor)
 
-        mode = Redo(self._live.optimizer, self._views.trained, put)
+        mode = RedoUpdates(self._live.optimizer, self._views.trained, put)
         mode.frozen = frozenset(self._views.trained) - gradients.keys()
         mode.outcome = outcome["step"]
         with self._live.undo.nested() as undo:

@@ -10,7 +10,7 @@ from moevement_core.comms.transport import Transport
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.parity.store import MemberStore, Stripe
 from moevement_core.replication.receiver import PATIENCE_S, Receiver, Report
-from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Message, MessageKind, checksum
 from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.blocks import block_bytes, blocks_of
 from moevement_core.snapshot.snapshot import Header, digest_of
@@ -43,13 +43,13 @@ class ParityReceiver(Receiver):
         if stripe is None and self._grow(header.payload_bytes):
             stripe = group.begin(source, header)
         if stripe is None:
-            self._say(Kind.FULL, message.iteration)
+            self._say(MessageKind.FULL, message.iteration)
             return
         try:
             is_whole = self._add(stripe, header, message.iteration)
         finally:
             group.end(stripe, source)
-        self._say(Kind.KEPT if is_whole else Kind.DAMAGED, message.iteration)
+        self._say(MessageKind.KEPT if is_whole else MessageKind.DAMAGED, message.iteration)
 
     def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
         """Receive and add the blocks that the sum lacks; return True if the sum then contains the whole snapshot."""
@@ -59,7 +59,7 @@ class ParityReceiver(Receiver):
             return True
         flags = torch.zeros(len(blocks), dtype=torch.uint8)
         flags[wanted] = 1
-        go = Message(Kind.GO, self._rank, iteration, payload_bytes=len(blocks), check=checksum(flags))
+        go = Message(MessageKind.GO, self._rank, iteration, payload_bytes=len(blocks), check=checksum(flags))
         self._transport.send(source, TO_SOURCE, go.encode())
         self._transport.send(source, TO_SOURCE, flags)
         for number in wanted:

@@ -14,7 +14,7 @@ from megatron.moevement.runtime.ledger import _Known
 from moevement_core.comms.codec import Plain, decode, encode, pack_schedule, unpack_schedule
 from moevement_core.comms.connections import Address
 from moevement_core.elastic.layout import Formation, RankLayout
-from moevement_core.elastic.ranges import Range
+from moevement_core.elastic.ranges import ElementRange
 from moevement_core.engine import progress as engine_progress
 from moevement_core.engine.lifetime import RunSpan
 from moevement_core.errors import ExchangeError
@@ -24,7 +24,7 @@ from moevement_core.policy.window import Window, WindowKind
 from moevement_core.rebuild import survivors
 from moevement_core.rebuild.recut import _Kind
 from moevement_core.recovery.agree import RankStatus
-from moevement_core.recovery.holdings import Fetch, Holding, Source, Sum, Term
+from moevement_core.recovery.holdings import Fetch, Holding, Source, Sum, SumTerm
 from moevement_core.recovery.plan import Report
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving import totals
@@ -45,7 +45,7 @@ OPERATORS = [
     Operator("layers.0.experts.0", OperatorKind.EXPERT, StateBytes(2, 4, 8)),
     Operator("layers.0.gate", OperatorKind.GATE, StateBytes(2, 4, 8)),
 ]
-HOLDING = Holding(1, 7, 7, "abc", "012", Source.PARITY, Sum((Term(0, Source.PEER, 1, 3),), 9))
+HOLDING = Holding(1, 7, 7, "abc", "012", Source.PARITY, Sum((SumTerm(0, Source.PEER, 1, 3),), 9))
 REPORT = Report(1, 0, (HOLDING,), (5, 6))
 
 
@@ -55,7 +55,7 @@ REPORT = Report(1, 0, (HOLDING,), (5, 6))
         (3, int | None),
         (None, int | None),
         (float("inf"), float),
-        ({Range("w", 0, 4): 2**64 - 1}, dict[Range, int]),
+        ({ElementRange("w", 0, 4): 2**64 - 1}, dict[ElementRange, int]),
         (REPORT, Report),
         ([Fetch(0, 3, 1, Source.PEER)], list[Fetch]),
         (Writing.FAILED, Writing),
@@ -128,8 +128,8 @@ def test_a_policy() -> None:
 
 
 KINDS = (
-    survivors._Compared, totals.Totals, engine_progress.Progress, Needs, Manifest, Recovery, LostTokens, JobNames,
-    Address, _Rank, _Sent, RankStatus, _Summary, SentPolicy, Report, _Known, Offer, _Kind, Formation,
+    survivors._Compared, totals.Totals, engine_progress.CheckpointCounters, Needs, Manifest, Recovery, LostTokens,
+    JobNames, Address, _Rank, _Sent, RankStatus, _Summary, SentPolicy, Report, _Known, Offer, _Kind, Formation,
     Origin, failure_report._Told,
 )  # fmt: skip
 
@@ -145,7 +145,9 @@ class _Runs:
         return exec, ("raise SystemExit('a pickle was run')",)
 
 
-@pytest.mark.parametrize("kind", [int, Report, Plain, _Rank, _Sent, list[Fetch], OperatorTable, dict[Range, int]])
+@pytest.mark.parametrize(
+    "kind", [int, Report, Plain, _Rank, _Sent, list[Fetch], OperatorTable, dict[ElementRange, int]]
+)
 def test_a_pickle_is_nothing(kind: object) -> None:
     with pytest.raises(ExchangeError):
         decode(pickle.dumps(_Runs()), kind)

@@ -8,36 +8,40 @@ import numpy as np
 import pytest
 
 from moevement_core.elastic.digest import of_range, together
-from moevement_core.elastic.ranges import Move, Range, reshard
+from moevement_core.elastic.ranges import ElementRange, Move, reshard
 
 STATE = {"a": 100, "b": 37, "c": 1}
 
 
-def cut(ranks: int, seed: int) -> dict[int, list[Range]]:
+def cut(ranks: int, seed: int) -> dict[int, list[ElementRange]]:
     """Return shards of the state on ``ranks`` ranks, with random bounds; each element is in one shard."""
     draw = np.random.default_rng(seed)
-    shards: dict[int, list[Range]] = {rank: [] for rank in range(ranks)}
+    shards: dict[int, list[ElementRange]] = {rank: [] for rank in range(ranks)}
     for name, size in STATE.items():
         edges = sorted({0, size, *draw.integers(0, size + 1, ranks - 1).tolist()})
         for number, (begin, end) in enumerate(itertools.pairwise(edges)):
-            shards[number].append(Range(name, begin, end))
+            shards[number].append(ElementRange(name, begin, end))
     return shards
 
 
 def test_a_worked_example() -> None:
     """Check four shards that become three after the loss of rank 1. Rank 2 has a copy of the lost shard."""
-    held = {0: [Range("m", 0, 3)], 2: [Range("m", 3, 6), Range("m", 6, 9)], 3: [Range("m", 9, 12)]}
-    wanted = {0: [Range("m", 0, 4)], 2: [Range("m", 4, 8)], 3: [Range("m", 8, 12)]}
+    held = {
+        0: [ElementRange("m", 0, 3)],
+        2: [ElementRange("m", 3, 6), ElementRange("m", 6, 9)],
+        3: [ElementRange("m", 9, 12)],
+    }
+    wanted = {0: [ElementRange("m", 0, 4)], 2: [ElementRange("m", 4, 8)], 3: [ElementRange("m", 8, 12)]}
     assert reshard(held, wanted).moves == (
-        Move(0, 0, Range("m", 0, 3)), Move(2, 0, Range("m", 3, 4)), Move(2, 2, Range("m", 4, 8)),
-        Move(2, 3, Range("m", 8, 9)), Move(3, 3, Range("m", 9, 12)),
+        Move(0, 0, ElementRange("m", 0, 3)), Move(2, 0, ElementRange("m", 3, 4)), Move(2, 2, ElementRange("m", 4, 8)),
+        Move(2, 3, ElementRange("m", 8, 9)), Move(3, 3, ElementRange("m", 9, 12)),
     )  # fmt: skip
 
 
 def test_what_is_lost_is_said_and_copies_share_the_sending() -> None:
-    held = {0: [Range("m", 0, 8)], 1: [Range("m", 0, 8)]}
-    plan = reshard(held, {rank: [Range("m", 0, 10)] for rank in range(2, 6)})
-    assert dict(plan.missing) == {rank: (Range("m", 8, 10),) for rank in range(2, 6)}
+    held = {0: [ElementRange("m", 0, 8)], 1: [ElementRange("m", 0, 8)]}
+    plan = reshard(held, {rank: [ElementRange("m", 0, 10)] for rank in range(2, 6)})
+    assert dict(plan.missing) == {rank: (ElementRange("m", 8, 10),) for rank in range(2, 6)}
     assert [move.source for move in plan.moves] == [0, 1, 0, 1]
 
 
@@ -61,7 +65,7 @@ def test_state_is_the_same_in_any_cut(seed: int) -> None:
         moved[move.target] += move.range.size
     assert moved == {rank: sum(piece.size for piece in ranges) for rank, ranges in wanted.items()}, "each element once"
 
-    def digest(shards: dict[int, list[Range]], of_rank: dict[int, dict[str, np.ndarray]] | None) -> int:
+    def digest(shards: dict[int, list[ElementRange]], of_rank: dict[int, dict[str, np.ndarray]] | None) -> int:
         return together(
             of_range(
                 piece.name, piece.begin, (of_rank[rank] if of_rank else whole)[piece.name][piece.begin : piece.end]
@@ -76,7 +80,7 @@ def test_state_is_the_same_in_any_cut(seed: int) -> None:
     assert digest(held, None) != digest(wanted, got), "a bit has flipped"
 
 
-def _within(piece: Range, others: list[Range]) -> bool:
+def _within(piece: ElementRange, others: list[ElementRange]) -> bool:
     covered = sum(
         max(0, min(piece.end, other.end) - max(piece.begin, other.begin))
         for other in others
@@ -104,9 +108,9 @@ def test_a_digest_sees_moved_lost_and_doubled_elements() -> None:
 
 @pytest.mark.parametrize(
     ("held", "pattern"),
-    [([Range("m", 0, 3), Range("m", 2, 4)], r"\brank 0\b.*\bm\b.*\b0, 3\b.*\b2, 4\b"),
-     ([Range("m", 3, 3)], r"'m'.*\b3\b.*\b3\b"), ([Range("m", -1, 3)], r"'m'.*-1\b.*\b3\b")],
+    [([ElementRange("m", 0, 3), ElementRange("m", 2, 4)], r"\brank 0\b.*\bm\b.*\b0, 3\b.*\b2, 4\b"),
+     ([ElementRange("m", 3, 3)], r"'m'.*\b3\b.*\b3\b"), ([ElementRange("m", -1, 3)], r"'m'.*-1\b.*\b3\b")],
 )  # fmt: skip
-def test_what_cannot_be_held_is_said(held: list[Range], pattern: str) -> None:
+def test_what_cannot_be_held_is_said(held: list[ElementRange], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         reshard({0: held}, {})

@@ -23,7 +23,7 @@ from moevement_core.monitoring.config import unserved
 from moevement_core.monitoring.endpoint import Endpoint, Served, served_by
 from moevement_core.monitoring.exporter import families
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.run.figures import FIGURES, Kind
+from moevement_core.run.figures import FIGURES, FigureKind
 from moevement_core.util.environment import STORE_ENV
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
 from tests.unit.monitoring.scraping import free_port, scraped
@@ -62,7 +62,7 @@ def test_every_figure_has_its_name_help_and_kind(tmp_path: Path) -> None:
         family = exported[f"moevement_{figure.name}"]
         assert (family.documentation, family.type) == (figure.help, str(figure.kind))
         names = {sample.name for sample in family.samples}
-        assert names == {f"moevement_{figure.name}{'_total' if figure.kind is Kind.COUNTER else ''}"}
+        assert names == {f"moevement_{figure.name}{'_total' if figure.kind is FigureKind.COUNTER else ''}"}
 
 
 def test_a_process_that_ends_is_followed_by_another(endpoint: Endpoint) -> None:

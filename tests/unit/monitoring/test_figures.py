@@ -11,7 +11,7 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.tail import Tail
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.run.account import PARTS
-from moevement_core.run.figures import FIGURES, Kind, RunFigures
+from moevement_core.run.figures import FIGURES, FigureKind, RunFigures
 from moevement_core.run.run_record import RunRecord
 from scripts import metrics_table
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
@@ -60,7 +60,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert {name: value for name, value in values(WatchedRun(tmp_path / "none")).items() if value} == {}
     figures = RunFigures()
     figures.take_line({"iteration": 1, "loss": 3.0, "persisted_from": None, "iteration_s": None})
-    names = {sample.figure.name for sample in figures.samples() if sample.figure.kind is Kind.GAUGE}
+    names = {sample.figure.name for sample in figures.samples() if sample.figure.kind is FigureKind.GAUGE}
     assert names == {"iteration", "loss"}
 
 

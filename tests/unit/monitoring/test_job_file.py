@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moevement_core.errors import ConfigError
-from moevement_core.launching.job_file import JobFile, Outcome
+from moevement_core.launching.job_file import JobFile, JobOutcome
 from moevement_core.launching.signals import Stopped
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
@@ -25,7 +25,7 @@ def test_the_entry_has_what_a_report_needs(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "deep" / "run")
     with JobFile(record, entry()) as file:
         running = record.job()
-        file.outcome = Outcome(0)
+        file.outcome = JobOutcome(0)
     assert running is not None
     assert (running.ended_at, running.code, running.is_abandoned) == (None, None, False)
     assert running.versions["torch"].startswith("2.")
@@ -58,11 +58,11 @@ def test_the_entry_of_a_job_that_trains_is_left_alone(tmp_path: Path) -> None:
     record, other = RunRecord(tmp_path), entry()
     record.write_job(other)
     with JobFile(record, entry(), begins=False) as file:
-        file.outcome = Outcome(2, "refused")
+        file.outcome = JobOutcome(2, "refused")
     assert record.job() == other
     with JobFile(record, replace(entry(), command="mine"), begins=False) as file:
         file.begin()
-        file.outcome = Outcome(0)
+        file.outcome = JobOutcome(0)
     written = record.job()
     assert written is not None
     assert (written.command, written.code) == ("mine", 0)
@@ -79,7 +79,7 @@ def test_a_refused_launch_leaves_the_entry_of_the_finished_job(tmp_path: Path) -
     assert record.job() == finished
     with JobFile(record, replace(entry(), command="trained")) as file:
         record.metric(iteration=2, loss=2.0)
-        file.outcome = Outcome(2, "found later")
+        file.outcome = JobOutcome(2, "found later")
     written = record.job()
     assert written is not None
     assert (written.command, written.code) == ("trained", 2)
@@ -98,4 +98,4 @@ def test_a_job_whose_launcher_was_killed_is_abandoned(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_made_is_no_error_of_the_entry() -> None:
     with JobFile(RunRecord(Path("/proc/none/run")), entry()) as file:
-        file.outcome = Outcome(0)
+        file.outcome = JobOutcome(0)

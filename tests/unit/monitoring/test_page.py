@@ -17,7 +17,7 @@ from moevement_cli import recovery_chart
 from moevement_cli.colors import RUN_COLORS
 from moevement_cli.elements import Element
 from moevement_cli.html_report import page
-from moevement_cli.line_chart import BOTTOM, HEIGHT, TOP, Chart, Curve, Mark, thinned, tick_step
+from moevement_cli.line_chart import BOTTOM, HEIGHT, TOP, Chart, ChartMark, Curve, thinned, tick_step
 from moevement_cli.main import main
 from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import compare
@@ -267,7 +267,9 @@ def test_what_is_no_number_is_a_gap() -> None:
 
 def test_a_chart_has_its_numbers_as_a_table_too() -> None:
     points = [(float(x), 2.0 * x) for x in range(1, 1001)]
-    chart = Chart("loss", [Curve("run", "#000", points)], [Mark(500.0, "#000", "run: recovery 1", "rank 2 killed")])
+    chart = Chart(
+        "loss", [Curve("run", "#000", points)], [ChartMark(500.0, "#000", "run: recovery 1", "rank 2 killed")]
+    )
     drawn = chart.draw()
     rows = [[cell.text for cell in row.findall("td")] for row in drawn.findall(".//tbody/tr")]
     assert rows[0] == ["1", "2"]

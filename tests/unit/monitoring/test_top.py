@@ -18,7 +18,7 @@ from rich.console import Console
 
 from moevement_cli.frame import Frame, ranges
 from moevement_cli.main import main
-from moevement_cli.run_state import Kind, left_s, state_of
+from moevement_cli.run_state import RunCondition, left_s, state_of
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.overhead.fields import FIELDS
 from moevement_core.run.events import Started
@@ -169,13 +169,15 @@ def test_a_run_without_sparse_checkpoints_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "after_s", "kind", "text"),
     [
-        (4, 5.0, Kind.TRAINING, r"training"),
-        (4, 500.0, Kind.SILENT, r"\D+\b8 min"),
-        (3, 5.0, Kind.RECOVERING, r"recovering\b\D+\b1\D+\b4 ranks\b\D*"),
-        (3, 60.0, Kind.RECOVERING, r"recovering\b\D+\b1\D+\b4 ranks\b\D*\b60 s"),
+        (4, 5.0, RunCondition.TRAINING, r"training"),
+        (4, 500.0, RunCondition.SILENT, r"\D+\b8 min"),
+        (3, 5.0, RunCondition.RECOVERING, r"recovering\b\D+\b1\D+\b4 ranks\b\D*"),
+        (3, 60.0, RunCondition.RECOVERING, r"recovering\b\D+\b1\D+\b4 ranks\b\D*\b60 s"),
     ],
 )
-def test_the_state_of_a_run_that_goes_on(tmp_path: Path, ranks: int, after_s: float, kind: Kind, text: str) -> None:
+def test_the_state_of_a_run_that_goes_on(
+    tmp_path: Path, ranks: int, after_s: float, kind: RunCondition, text: str
+) -> None:
     run = recovered_run(tmp_path, has_ended=False)
     run.write_ranks([{"rank": rank, "pid": rank, "host": "h", "role": "active"} for rank in range(ranks)])
     state = state_of(watching(tmp_path), BEGAN_AT + 16.0 + after_s)
@@ -187,9 +189,9 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path, ranks: int, after_s: fl
 def test_a_run_that_has_just_begun_and_one_of_an_older_version(tmp_path: Path) -> None:
     (tmp_path / "new" / "logs").mkdir(parents=True)
     assert main(["top", str(tmp_path / "new"), "--once"]) == 0
-    assert state_of(watching(tmp_path / "new"), NOW).kind is Kind.STARTING
+    assert state_of(watching(tmp_path / "new"), NOW).kind is RunCondition.STARTING
     recovered_run(tmp_path / "old").job_path.unlink()
-    assert state_of(watching(tmp_path / "old"), NOW).kind is Kind.ENDED
+    assert state_of(watching(tmp_path / "old"), NOW).kind is RunCondition.ENDED
 
 
 @pytest.mark.parametrize(
@@ -198,16 +200,21 @@ def test_a_run_that_has_just_begun_and_one_of_an_older_version(tmp_path: Path) -
         (
             {"code": 2, "reason": "--lr 0: needs more\nlast"},
             False,
-            Kind.REFUSED,
+            RunCondition.REFUSED,
             r"\b5 s\b.*: --lr 0: needs more$",
         ),
-        ({"code": 1, "reason": "rank 2 was killed"}, True, Kind.FAILED, r"\bcode 1\b.*\b5 s\b.*: rank 2 was killed$"),
-        ({"code": 143, "reason": "stopped by SIGTERM"}, True, Kind.FAILED, r"\b143\b.*: stopped by SIGTERM$"),
-        ({"code": 0}, True, Kind.ENDED, r"^ended\b.*\b5 s ago\b[^,]*, at [\d:]+$"),
+        (
+            {"code": 1, "reason": "rank 2 was killed"},
+            True,
+            RunCondition.FAILED,
+            r"\bcode 1\b.*\b5 s\b.*: rank 2 was killed$",
+        ),
+        ({"code": 143, "reason": "stopped by SIGTERM"}, True, RunCondition.FAILED, r"\b143\b.*: stopped by SIGTERM$"),
+        ({"code": 0}, True, RunCondition.ENDED, r"^ended\b.*\b5 s ago\b[^,]*, at [\d:]+$"),
     ],
 )
 def test_how_a_run_ended_is_said(
-    ended: dict[str, Any], has_trained: bool, kind: Kind, pattern: str, tmp_path: Path
+    ended: dict[str, Any], has_trained: bool, kind: RunCondition, pattern: str, tmp_path: Path
 ) -> None:
     run = recovered_run(tmp_path, has_ended=False)
     if not has_trained:
@@ -230,9 +237,9 @@ def test_a_run_whose_launcher_was_killed_is_no_running_one(tmp_path: Path) -> No
     run = recovered_run(tmp_path, has_ended=False)
     run.write_job(job(machine=machine_id(), pid=os.getpid(), started="0"))
     watched = watching(tmp_path)
-    assert (watched.has_ended, state_of(watched, NOW).kind) == (True, Kind.KILLED)
+    assert (watched.has_ended, state_of(watched, NOW).kind) == (True, RunCondition.KILLED)
     run.write_job(job(machine=machine_id(), pid=os.getpid(), started=start_of(os.getpid())))
-    assert state_of(watching(tmp_path), NOW).kind is Kind.TRAINING
+    assert state_of(watching(tmp_path), NOW).kind is RunCondition.TRAINING
 
 
 def test_the_time_left_counts_failures_as_so_far(tmp_path: Path) -> None:

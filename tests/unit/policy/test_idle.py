@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from moevement_core.policy.idle import FILLED, IdleSpans, Sample, idle_spans
+from moevement_core.policy.idle import FILLED, IdleSpans, TrafficSample, idle_spans
 
 
-def _iteration(random: Random, length_s: float, busy: list[tuple[float, float]]) -> tuple[float, list[Sample]]:
+def _iteration(random: Random, length_s: float, busy: list[tuple[float, float]]) -> tuple[float, list[TrafficSample]]:
     """Return an iteration's length and samples: 1 GB/s while training communicates, and a little at other times."""
     samples, at = [], 0.0
     while at < length_s:
         step = random.uniform(0.001, 0.003)
         inside = sum(max(0.0, min(at + step, end) - max(at, begin)) for begin, end in busy)
-        samples.append(Sample(at + step, step, int(1e9 * inside + random.randrange(2000))))
+        samples.append(TrafficSample(at + step, step, int(1e9 * inside + random.randrange(2000))))
         at += step
     return length_s, samples
 

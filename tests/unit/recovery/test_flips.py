@@ -15,7 +15,7 @@ from moevement_cli import drill
 from moevement_core import log
 from moevement_core.errors import SnapshotError
 from moevement_core.recovery import flips
-from moevement_core.replication.wire import Kind, Message, checksum
+from moevement_core.replication.wire import Message, MessageKind, checksum
 from moevement_core.restart.faults import Flip, FlipKind
 from moevement_core.util.damage import Damage
 from tests.unit.snapshot.loopback import Loopback, Wire
@@ -45,7 +45,7 @@ def sent_through(channel: str, kind: FlipKind, *frames: torch.Tensor) -> list[to
 
 def tensor(iteration: int) -> list[torch.Tensor]:
     header, payload = torch.arange(200, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8)
-    message = Message(Kind.TENSOR, 0, iteration, header.numel(), payload.numel(), check=checksum(header))
+    message = Message(MessageKind.TENSOR, 0, iteration, header.numel(), payload.numel(), check=checksum(header))
     return [message.encode(), header, payload]
 
 
@@ -64,7 +64,7 @@ def test_one_bit_of_one_payload_is_flipped_and_what_is_sent_stays_as_it_is() -> 
 
 
 def test_a_flip_of_a_message_is_refused() -> None:
-    message = Message(Kind.SNAPSHOT, 0, 7, 10, 20)
+    message = Message(MessageKind.SNAPSHOT, 0, 7, 10, 20)
     (arrived,) = sent_through("snapshots", FlipKind.MESSAGES, message.encode())
     with pytest.raises(SnapshotError):
         Message.decode(arrived)

@@ -14,7 +14,7 @@ from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery, plan_redo
-from moevement_core.recovery.replay import Observer, replay
+from moevement_core.recovery.replay import ReplayObserver, replay
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.strategies import RedoSchedule, SparseSchedule
 from tests.unit.recovery.toy import OPERATORS, Toy, run_until
@@ -42,7 +42,7 @@ def _restore(toy: Toy, snapshots: dict[int, Snapshot], until: int) -> tuple[Reco
     toy.redone.clear()
     check = StateCheck(toy.states(), toy.whole)
     replay(plan, 0, toy.names, {fetch.iteration: snapshots[fetch.iteration] for fetch in plan.fetches}, toy, check,
-           Observer())  # fmt: skip
+           ReplayObserver())  # fmt: skip
     return plan, check
 
 

@@ -17,7 +17,7 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
-from moevement_core.recovery.replay import Observer, replay
+from moevement_core.recovery.replay import ReplayObserver, replay
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
 from moevement_core.util.iterations import is_newer
 from tests.unit.recovery.toy import OPERATORS, Toy, run_until
@@ -36,7 +36,7 @@ def reallocate(toy: Toy, snapshots: dict[int, Snapshot], until: int) -> tuple[Re
     toy.ran.clear()
     check = StateCheck(toy.states(), toy.whole)
     used = {fetch.iteration: snapshots[fetch.iteration] for fetch in plan.fetches}
-    replay(plan, 0, toy.names, used, toy, check, Observer())
+    replay(plan, 0, toy.names, used, toy, check, ReplayObserver())
     return plan, check
 
 

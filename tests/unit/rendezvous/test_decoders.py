@@ -11,14 +11,14 @@ import torch
 
 from moevement_core.errors import ExchangeError, SnapshotError
 from moevement_core.rendezvous.roster import Death, MemberInfo, Roster
-from moevement_core.replication.wire import Kind, Message
+from moevement_core.replication.wire import Message, MessageKind
 
 ROSTER = Roster(
     3, {0: 5, 1: 2}, (Death(1, 0, 77, "was killed by signal 9", 1.5),), (), ("rank 1: ValueError",), formed_at=2.0,
     ranks_before=4, nodes={0: "a", 1: "b"}, devices={0: 1},
 )  # fmt: skip
 CARD = MemberInfo(5, 77, "host", "node", 1, ("GPU-1", "GPU-2"))
-MESSAGE = Message(Kind.SNAPSHOT, 3, 17, 100, 2000, 1)
+MESSAGE = Message(MessageKind.SNAPSHOT, 3, 17, 100, 2000, 1)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from moevement_core.device import visible_devices
 from moevement_core.launching.slurm import task_environment
-from moevement_core.launching.worker import Trainer
+from moevement_core.launching.worker import TrainerKind
 from moevement_core.rendezvous.devices import assign_devices, with_free_device
 from moevement_core.rendezvous.roster import MemberInfo
 
@@ -88,6 +88,6 @@ def test_a_task_of_slurm_that_sees_one_device_has_local_rank_0(
     devices: int, local_rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    trainer = Trainer("", lambda _: None, lambda: None, lambda: devices > 0)
+    trainer = TrainerKind("", lambda _: None, lambda: None, lambda: devices > 0)
     environment = task_environment(3, 4, 3, meets_at_master=False, devices=trainer.count_devices())
     assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", local_rank)

@@ -15,7 +15,7 @@ from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import STOP
 from moevement_core.rendezvous.standby import Standby
-from moevement_core.rendezvous.values import Kind, Values
+from moevement_core.rendezvous.values import RequestKind, Values
 from tests.values import Holder
 
 TOKEN = Token.new()
@@ -37,7 +37,7 @@ class Job:
         self.received: list[list[str]] = [[], [], []]
         for client, values in zip(self.clients, self.received, strict=True):
             client.on_change = lambda key, value, values=values: values.append(value)  # type: ignore[misc]
-            client.ask(Kind.WATCH, KEY, None, lambda value: None)
+            client.ask(RequestKind.WATCH, KEY, None, lambda value: None)
         place = socket.create_server(("127.0.0.1", 0))
         self.standby = Standby((host, port), f"127.0.0.1:{place.getsockname()[1]}", place, TOKEN)
         self.silent: set[object] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moevement_core.rendezvous.values import Kind, Values, number_of
+from moevement_core.rendezvous.values import RequestKind, Values, number_of
 
 
 def nothing(key: str, value: str) -> None:
@@ -78,5 +78,5 @@ def test_a_malformed_request_changes_nothing(values: Values, request_: tuple[obj
 
 
 def test_every_kind_of_request_is_answered(values: Values) -> None:
-    answers = [values.answer(kind, "1", "2", nothing) for kind in Kind if kind is not Kind.REPORT]
+    answers = [values.answer(kind, "1", "2", nothing) for kind in RequestKind if kind is not RequestKind.REPORT]
     assert answers == [None, "2", None, "2", "2"]

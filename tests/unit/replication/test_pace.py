@@ -12,14 +12,14 @@ import torch
 
 from moevement_core.policy.idle import IdleSpans, idle_spans
 from moevement_core.replication.interface import bytes_moved
-from moevement_core.replication.pace import PATIENCE, PROFILED, Pace, Profile
+from moevement_core.replication.pace import PATIENCE, PROFILED, Pace, TrafficProfile
 
 
 @pytest.mark.parametrize("longest_s", [0.002, 0.02])
 def test_it_is_learned_when_training_communicates(longest_s: float) -> None:
     """Profile iterations of 100 ms that send in their first half. Threads read the counter at irregular moments."""
     random = Random(7)
-    profile, spans = Profile(), IdleSpans()
+    profile, spans = TrafficProfile(), IdleSpans()
     began_s, moved = 1e6, 5 << 30
     for number in range(PROFILED + 1):
         spans = idle_spans(profile.begin(began_s, moved, is_counted=number > 0))

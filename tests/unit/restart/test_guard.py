@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.inprocess.state import FrozenState
 from moevement_core.rendezvous.interruption import GenerationStore
 from moevement_core.rendezvous.values import Values
 from moevement_core.restart.groups import forget_groups
-from moevement_core.restart.guard import Guard, Outcome
+from moevement_core.restart.guard import GenerationEnd, Guard
 from tests.values import LocalValues
 
 
@@ -44,7 +44,7 @@ def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
         while True:  # the interruption is raised in here
             pass
 
-    assert guard.run(waits_for_ever) is Outcome.INTERRUPTED
+    assert guard.run(waits_for_ever) is GenerationEnd.INTERRUPTED
     assert guard.hang is not None
     assert " 0.5 s " in guard.hang
     assert "waits_for_ever (test_guard.py:" in guard.hang
@@ -83,7 +83,7 @@ def test_a_long_call_before_the_first_iteration_is_no_hang(set_up_s: float | Non
             pass
         return "trained"
 
-    assert guard.run(sets_up) == ("trained" if set_up_s else Outcome.INTERRUPTED)
+    assert guard.run(sets_up) == ("trained" if set_up_s else GenerationEnd.INTERRUPTED)
     assert (guard.hang is None) == (set_up_s is not None)
 
 

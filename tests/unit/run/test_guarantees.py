@@ -9,8 +9,8 @@ import pytest
 
 from megatron.moevement import arguments, rank_order
 from megatron.moevement.rank_order import widest_sum
-from moevement_core.run.guarantees import SAFE_SUM, Arithmetic, Place, Promise, Restored, of_job
-from moevement_core.strategies.config import Recovery
+from moevement_core.run.guarantees import SAFE_SUM, Arithmetic, Promise, ReplacementPlace, Restored, of_job
+from moevement_core.strategies.config import RecoveryKind
 from scripts import guarantees_table
 
 ARGS: dict[str, Any] = {
@@ -47,10 +47,10 @@ def test_the_widest_sum_is_of_the_largest_group_that_nothing_orders(changes: dic
     assert widest_sum(Namespace(**ARGS | changes)) == widest
 
 
-@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("place", ReplacementPlace)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("widest", [2, 3])
-def test_redo_restores_equal_bits_everywhere(place: Place, is_deterministic: bool, widest: int) -> None:
+def test_redo_restores_equal_bits_everywhere(place: ReplacementPlace, is_deterministic: bool, widest: int) -> None:
     gpus = Arithmetic(uses_gpus=True, is_deterministic=is_deterministic, widest_sum=widest)
     assert gpus.restored(Restored.REDO, place) is Promise.EQUAL
     assert Arithmetic(uses_gpus=False).later(Restored.REPLAY, place) is Promise.EQUAL
@@ -65,12 +65,12 @@ def test_a_job_says_what_holds_by_where_its_replacements_run() -> None:
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "recovery"),
     [
-        ("moevement", "adam", Recovery.AUTO), ("moevement", "muon", Recovery.REPLAY),
-        ("gemini", "adam", Recovery.REPLAY), ("none", "adam", Recovery.REPLAY),
+        ("moevement", "adam", RecoveryKind.AUTO), ("moevement", "muon", RecoveryKind.REPLAY),
+        ("gemini", "adam", RecoveryKind.REPLAY), ("none", "adam", RecoveryKind.REPLAY),
     ],
 )  # fmt: skip
 def test_on_gpus_state_is_restored_without_a_replay_where_that_can_be(
-    strategy: str, optimizer: str, recovery: Recovery
+    strategy: str, optimizer: str, recovery: RecoveryKind
 ) -> None:
     args = Namespace(moevement_strategy=strategy, optimizer=optimizer)
     assert arguments.recovery_on_gpus(args) is recovery

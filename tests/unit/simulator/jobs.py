@@ -8,8 +8,8 @@ from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import GB, Cluster
 from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.costs import Costs
 from moevement_core.simulator.iteration import from_total
-from moevement_core.simulator.strategies import Costs
 
 
 def costs(

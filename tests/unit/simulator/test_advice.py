@@ -12,9 +12,9 @@ from hypothesis import strategies as drawn
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.advice import Advice, Fixed, Variants, advise, fits, is_candidate
+from moevement_core.simulator.costs import STRATEGIES, Costs
 from moevement_core.simulator.experiment import Cell, Draws, run
 from moevement_core.simulator.failures import FailureModel
-from moevement_core.simulator.strategies import STRATEGIES, Costs
 from moevement_core.simulator.training import Spares
 from tests.unit.simulator.jobs import costs
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from moevement_core.simulator.bubbles import Bubbles, Split, bubbles_of, gaps, idle
 from moevement_core.simulator.iteration import IterationTime
-from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.simulator.pipeline import SimulatedPipeline
 
-EVEN = Pipeline((1.0, 1.0), (2.0, 2.0), micro_batches=2)
+EVEN = SimulatedPipeline((1.0, 1.0), (2.0, 2.0), micro_batches=2)
 """Stage 0 executes F at 0 and 1, and B at 4 and 7. Stage 1 executes F at 1, B at 2, F at 4 and B at 5."""
 BUBBLES = Bubbles(((2.0, 4.0), (6.0, 7.0)), iteration_s=10.0)
 
@@ -22,7 +22,7 @@ def test_bubbles_by_hand() -> None:
 
 def test_a_stage_that_sends_or_receives_is_not_idle() -> None:
     """Check one micro-batch: F 0 to 1, send to 2, F to 3, B to 5, send to 6, B to 8."""
-    pipeline = Pipeline((1.0, 1.0), (2.0, 2.0), micro_batches=1, send_s=1.0)
+    pipeline = SimulatedPipeline((1.0, 1.0), (2.0, 2.0), micro_batches=1, send_s=1.0)
     assert idle(pipeline, 0, 8.0) == ((2.0, 5.0),)
     assert idle(pipeline, 1, 8.0) == ((0.0, 1.0), (6.0, 8.0))
 
@@ -33,7 +33,7 @@ def test_even_stages_are_idle_for_the_bubble_of_the_formula(stages: int, micro_b
     """Check ``(S - 1) / v`` passes of each direction, for 1F1B and for interleaved schedules."""
     if chunks > 1:
         micro_batches *= stages
-    time = IterationTime((Pipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks),))
+    time = IterationTime((SimulatedPipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks),))
     for stage in range(stages):
         assert bubbles_of(time, stage).seconds == pytest.approx(3.0 * (stages - 1) / chunks, abs=1e-6)
 
@@ -44,7 +44,7 @@ def test_synchronisation_and_update_are_no_bubbles() -> None:
 
 
 def test_the_replica_with_the_least_idle_time_counts_and_a_fast_one_waits_for_a_slow_one() -> None:
-    slow = Pipeline((2.0, 2.0), (4.0, 4.0), micro_batches=2)
+    slow = SimulatedPipeline((2.0, 2.0), (4.0, 4.0), micro_batches=2)
     fast_alone, both = bubbles_of(IterationTime((EVEN,)), 0), bubbles_of(IterationTime((EVEN, slow)), 0)
     assert (fast_alone.seconds, both.seconds) == (3.0, 6.0), "the fast one has 3 s, and waits 9 s for the slow one"
     assert both.spans == ((4.0, 8.0), (12.0, 14.0))

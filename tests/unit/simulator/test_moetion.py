@@ -13,9 +13,9 @@ import pytest
 
 from moevement_core.operators import OperatorKind
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
+from moevement_core.simulator.costs import STRATEGIES, Costs, MoCCost, MoEtionCost, Optimizations
 from moevement_core.simulator.failures import Failure, FailureModel
 from moevement_core.simulator.selection import Selected, select, simulate
-from moevement_core.simulator.strategies import STRATEGIES, Costs, MoC, MoEtion, Optimizations
 from moevement_core.simulator.training import Spares, train
 from tests.unit.simulator.jobs import costs
 
@@ -56,19 +56,19 @@ def test_layers_share_the_selected_experts_by_tokens_at_risk() -> None:
 def test_sends_in_bubbles_do_not_slow_training() -> None:
     """Check links of 2 GB/s for a rank and two peers, so that bubbles carry ``BUBBLE_S`` times 1 GB to each."""
     job = changed(costs(d2h=4.0, network=16.0), contention=0.5)
-    without = MoEtion(job, experts_saved=8, optimizations=NONE)
-    inside = MoEtion(job, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
+    without = MoEtionCost(job, experts_saved=8, optimizations=NONE)
+    inside = MoEtionCost(job, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
     assert without.contended_s == pytest.approx(0.5 * 2 * ALL / 2e9)
     assert inside.contended_s == pytest.approx(0.5 * 2 * (ALL - BUBBLE_S * 1e9) / 2e9)
     fast = changed(costs(d2h=4.0, network=256.0), contention=0.5)
-    assert MoEtion(fast, experts_saved=8, optimizations=NONE).contended_s > 0
-    assert MoEtion(fast, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True)).contended_s == 0
+    assert MoEtionCost(fast, experts_saved=8, optimizations=NONE).contended_s > 0
+    assert MoEtionCost(fast, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True)).contended_s == 0
 
 
 def test_copies_to_the_host_in_bubbles_do_not_slow_training() -> None:
     job = replace(costs(d2h=4.0, network=256.0), interference=0.2)
-    without = MoEtion(job, experts_saved=8, optimizations=NONE)
-    inside = MoEtion(job, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
+    without = MoEtionCost(job, experts_saved=8, optimizations=NONE)
+    inside = MoEtionCost(job, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
     assert without.slowed_s == pytest.approx(0.2 * ALL / 4e9)
     assert inside.slowed_s == pytest.approx(0.2 * (ALL / 4e9 - BUBBLE_S))
     assert inside.overhead_s == pytest.approx(inside.slowed_s)
@@ -81,12 +81,12 @@ def test_links_that_training_leaves_free_carry_more_experts() -> None:
     """
     job = costs(d2h=4.0, network=16.0)
     job = changed(job, cluster=replace(job.plan.inputs.cluster, network_share=0.5))
-    without, inside = (MoEtion(job, optimizations=replace(NONE, uses_bubbles=uses)) for uses in (False, True))
+    without, inside = (MoEtionCost(job, optimizations=replace(NONE, uses_bubbles=uses)) for uses in (False, True))
     assert (without.experts_saved, inside.experts_saved) == (2, 3)
     assert inside.busy_s <= 3.0 + 1e-6
     assert without.risks.peer_risk > inside.risks.peer_risk > 0
     fixed, spread = (
-        MoEtion(job, experts_saved=3, optimizations=replace(NONE, uses_bubbles=uses)) for uses in (False, True)
+        MoEtionCost(job, experts_saved=3, optimizations=replace(NONE, uses_bubbles=uses)) for uses in (False, True)
     )
     assert fixed.send_s == pytest.approx((OTHER + 12 * EXPERT) / 0.5e9)
     assert spread.send_s < fixed.send_s
@@ -95,7 +95,7 @@ def test_links_that_training_leaves_free_carry_more_experts() -> None:
 def test_the_own_host_and_peers_have_selections_of_their_own() -> None:
     """Check a host that takes all 8 experts of a layer, and links for 1.97 GB to each peer: 577 MB and 3 of 384 MB."""
     job = costs(d2h=2.0, network=10.5, skew=0.5)
-    twice, once = (MoEtion(job, optimizations=replace(NONE, selects_twice=selects)) for selects in (True, False))
+    twice, once = (MoEtionCost(job, optimizations=replace(NONE, selects_twice=selects)) for selects in (True, False))
     assert (twice.experts_saved, twice.experts_sent) == (8, 3)
     assert (once.experts_saved, once.experts_sent) == (3, 3)
     assert twice.copied_bytes == pytest.approx(ALL)
@@ -106,7 +106,7 @@ def test_the_own_host_and_peers_have_selections_of_their_own() -> None:
 
 def test_a_lost_node_loses_more_tokens_than_a_lost_process() -> None:
     """Check one of 16 nodes: its experts come from peers, all others from the own hosts."""
-    strategy = MoEtion(costs(d2h=2.0, network=10.5, skew=0.5), optimizations=replace(NONE, selects_twice=True))
+    strategy = MoEtionCost(costs(d2h=2.0, network=10.5, skew=0.5), optimizations=replace(NONE, selects_twice=True))
     process, node = (strategy.recover(1000, (3,), lost_hosts=lost_hosts) for lost_hosts in ((), None))
     assert process.tokens_lost == 0
     assert node.tokens_lost == pytest.approx(strategy.risks.peer_risk / 16)
@@ -123,13 +123,13 @@ def test_every_strategy_fetches_faster_from_its_own_host() -> None:
         assert process.fetch_s < node.fetch_s, name
         assert process.replayed == node.replayed, name
     freed = changed(costs(), keeps_own_copies=False)
-    assert MoC(freed).recover(1000, lost_hosts=()).fetch_s == MoC(freed).recover(1000).fetch_s
+    assert MoCCost(freed).recover(1000, lost_hosts=()).fetch_s == MoCCost(freed).recover(1000).fetch_s
     files = STRATEGIES["checkfreq"](costs(), 1800.0)
     assert files.recover(1000, lost_hosts=()).fetch_s == files.recover(1000).fetch_s
 
 
 def test_a_training_with_failed_processes_needs_no_spares_and_loses_fewer_tokens() -> None:
-    strategy = MoEtion(costs(d2h=2.0, network=10.5, skew=0.5), optimizations=replace(NONE, selects_twice=True))
+    strategy = MoEtionCost(costs(d2h=2.0, network=10.5, skew=0.5), optimizations=replace(NONE, selects_twice=True))
     spares = Spares(count=0, repair_s=1800.0)
     node, process = (train(strategy, [Failure(3600.0, (3,), keeps)], 7200.0, spares) for keeps in (False, True))
     assert (node.lost_s["no spare"], process.lost_s["no spare"]) == (1800.0, 0.0)
@@ -150,7 +150,8 @@ def test_state_of_data_parallel_peers_is_not_sent() -> None:
     """Check 16 ranks on 2 nodes that all hold the state other than experts."""
     job = costs(d2h=4.0, network=16.0)
     skips, sends = (
-        MoEtion(job, experts_saved=3, optimizations=replace(NONE, skips_replicated=skips)) for skips in (True, False)
+        MoEtionCost(job, experts_saved=3, optimizations=replace(NONE, skips_replicated=skips))
+        for skips in (True, False)
     )
     assert skips.replicated_bytes == OTHER
     assert sends.sent_bytes - skips.sent_bytes == OTHER
@@ -165,18 +166,20 @@ def test_divided_state_and_peers_of_the_same_node_are_no_copies() -> None:
     job = costs(d2h=4.0, network=16.0)
     operators = [replace(operator, shards=16) for operator in job.plan.inputs.job.stages[0].operators]
     stages = tuple(replace(stage, operators=tuple(operators)) for stage in job.plan.inputs.job.stages)
-    assert MoEtion(changed(job, job=replace(job.plan.inputs.job, stages=stages))).replicated_bytes == 0
-    assert MoEtion(costs(ranks=64)).replicated_bytes == 0, "each stage is on a single node"
-    assert MoEtion(costs(ranks=8)).replicated_bytes == 0, "one rank a stage"
+    assert MoEtionCost(changed(job, job=replace(job.plan.inputs.job, stages=stages))).replicated_bytes == 0
+    assert MoEtionCost(costs(ranks=64)).replicated_bytes == 0, "each stage is on a single node"
+    assert MoEtionCost(costs(ranks=8)).replicated_bytes == 0, "one rank a stage"
 
 
 def test_only_gradients_are_sent_of_experts_that_peers_have() -> None:
     """Check popularities without skew: all 8 experts come again in every snapshot, and 4 of 8 in every other one."""
     job = costs(d2h=4.0, network=16.0)
     gradients = replace(NONE, sends_gradients=True)
-    assert MoEtion(job, experts_saved=8, optimizations=gradients).sent_bytes == pytest.approx(OTHER + 32 * GRADIENTS)
-    assert MoEtion(job, experts_saved=4, optimizations=gradients).sent_bytes == pytest.approx(OTHER + 16 * EXPERT)
-    rare = MoEtion(job, interval=2, experts_saved=8, optimizations=gradients)
+    assert MoEtionCost(job, experts_saved=8, optimizations=gradients).sent_bytes == pytest.approx(
+        OTHER + 32 * GRADIENTS
+    )
+    assert MoEtionCost(job, experts_saved=4, optimizations=gradients).sent_bytes == pytest.approx(OTHER + 16 * EXPERT)
+    rare = MoEtionCost(job, interval=2, experts_saved=8, optimizations=gradients)
     assert rare.sent_bytes == pytest.approx(ALL / 2), "gradients of two iterations are no state"
 
 
@@ -185,16 +188,16 @@ def test_links_that_carry_the_gradients_of_all_experts_need_no_selection() -> No
     job = costs(d2h=4.0, network=8.0)
     for selects_twice in (True, False):
         used = replace(NONE, selects_twice=selects_twice)
-        assert MoEtion(job, optimizations=used).experts_sent == 2
-        every = MoEtion(job, optimizations=replace(used, sends_gradients=True))
+        assert MoEtionCost(job, optimizations=used).experts_sent == 2
+        every = MoEtionCost(job, optimizations=replace(used, sends_gradients=True))
         assert (every.experts_saved, every.experts_sent) == (8, 8)
         assert every.risks.repeated == 1.0
 
 
 def test_links_work_in_bubbles_and_beside_training() -> None:
-    strategy = MoEtion(costs(network=16.0), experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
+    strategy = MoEtionCost(costs(network=16.0), experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
     assert strategy.transfers_s == pytest.approx((BUBBLE_S, ALL / 1e9 - BUBBLE_S))
-    assert MoEtion(costs(network=16.0), experts_saved=8, optimizations=NONE).transfers_s == (0.0, ALL / 1e9)
+    assert MoEtionCost(costs(network=16.0), experts_saved=8, optimizations=NONE).transfers_s == (0.0, ALL / 1e9)
 
 
 def test_experts_are_all_that_is_counted_as_expert() -> None:

@@ -6,21 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from moevement_cli.ettr_prediction import SIMULATED, Measured, OverLinks, fitted, predicted
-from moevement_cli.ettr_samples import FREE, NEVER, Sample, rows_of
+from moevement_cli.ettr_prediction import SIMULATED, CostOverLinks, OverLinks, fitted, predicted
+from moevement_cli.ettr_samples import FREE, NEVER, JobSample, rows_of
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.simulator.scenario import load
 
 
-def _sample(strategy: str, *kills: tuple[float, list[int]], parts_s: float = 0.5, training_s: float = 60.0) -> Sample:
+def _sample(
+    strategy: str, *kills: tuple[float, list[int]], parts_s: float = 0.5, training_s: float = 60.0
+) -> JobSample:
     parts = {"notice": parts_s, "regroup": 2 * parts_s, "run again": 1.0} if kills else {}
-    return Sample(
+    return JobSample(
         strategy, "20 s" if kills else NEVER, 20.0 if kills else None, 1, training_s, 60, list(kills), 3, parts, 0.42,
         3, 100.0, 1.0, 0, 0.0, 2.5, "equal", [(0.0, 1)], [(1, 3.0)],
     )  # fmt: skip
 
 
-def _predicted(samples: list[Sample]) -> list[float]:
+def _predicted(samples: list[JobSample]) -> list[float]:
     (jobs,) = predicted([OverLinks(load(SCENARIOS / "laptop.yaml"), samples)])
     return [sample.predicted or 0.0 for sample in jobs]
 
@@ -69,7 +71,7 @@ def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:
 
 
 def test_a_slower_machine_is_the_same_job_in_longer_seconds() -> None:
-    def jobs(scale: float) -> list[Sample]:
+    def jobs(scale: float) -> list[JobSample]:
         samples = [_sample(FREE), _sample("gemini", (10.0, [1]), (31.0, [2]))]
         return [
             replace(
@@ -84,8 +86,8 @@ def test_a_slower_machine_is_the_same_job_in_longer_seconds() -> None:
     assert twice == pytest.approx(as_profiled, abs=0.02)
 
 
-def _row(of_interference: float, of_contention: float, share: float, unslowed: float = 0.0) -> Measured:
-    return Measured(
+def _row(of_interference: float, of_contention: float, share: float, unslowed: float = 0.0) -> CostOverLinks:
+    return CostOverLinks(
         "dense", share=share, unslowed=unslowed, of_interference=of_interference, of_contention=of_contention
     )
 

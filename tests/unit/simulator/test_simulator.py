@@ -15,10 +15,18 @@ from moevement_cli.simulate import SCENARIOS
 from moevement_core.errors import ConfigError
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.costs import (
+    STRATEGIES,
+    CheckFreqCost,
+    GeminiCost,
+    MoCCost,
+    MoEtionCost,
+    MoEvementCost,
+    Techniques,
+)
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
-from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.simulator.pipeline import SimulatedPipeline
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Gemini, MoC, MoEtion, MoEvement, Techniques
 from moevement_core.simulator.training import Spares, train
 from tests.unit.simulator.jobs import costs
 
@@ -30,7 +38,7 @@ HOURS = 3600.0
 def test_stages_that_are_alike_take_as_long_as_the_formula_says(stages: int, micro_batches: int, chunks: int) -> None:
     if chunks > 1:
         micro_batches *= stages
-    pipeline = Pipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks)
+    pipeline = SimulatedPipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks)
     assert pipeline.simulate() == pytest.approx(pipeline.closed_form(), rel=1e-9)
 
 
@@ -40,7 +48,7 @@ def test_a_pipeline_by_hand() -> None:
     Stage 1 gets its first tensor at 2 and works without a gap until 2 + 2 * 6 = 14. The gradient of the second
     micro-batch reaches stage 0 at 15, and its backward pass takes 2 more.
     """
-    assert Pipeline((1.0, 2.0), (2.0, 4.0), 2, send_s=1.0).simulate() == 17.0
+    assert SimulatedPipeline((1.0, 2.0), (2.0, 4.0), 2, send_s=1.0).simulate() == 17.0
 
 
 @given(
@@ -51,17 +59,19 @@ def test_unequal_stages_are_between_the_slowest_alone_and_the_formula(
     times: list[float], micro_batches: int, send_s: float
 ) -> None:
     backward = tuple(2 * seconds for seconds in times)
-    pipeline = Pipeline(tuple(times), backward, micro_batches)
+    pipeline = SimulatedPipeline(tuple(times), backward, micro_batches)
     assert max(pipeline.alone(stage) for stage in range(len(times))) <= pipeline.simulate() * (1 + 1e-9)
     assert pipeline.simulate() <= pipeline.closed_form() * (1 + 1e-9)
-    assert pipeline.simulate() <= Pipeline(tuple(times), backward, micro_batches, send_s=send_s).simulate() * (1 + 1e-9)
+    assert pipeline.simulate() <= SimulatedPipeline(tuple(times), backward, micro_batches, send_s=send_s).simulate() * (
+        1 + 1e-9
+    )
 
 
 def test_schedules_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\b7 micro-batches\b.*\b4\b.*\bstages\b"):
-        Pipeline((1.0,) * 4, (1.0,) * 4, 7, chunks=2)
+        SimulatedPipeline((1.0,) * 4, (1.0,) * 4, 7, chunks=2)
     with pytest.raises(ConfigError, match=r"\b2 forward\b.*\b1 backward\b"):
-        Pipeline((1.0, 1.0), (1.0,), 2)
+        SimulatedPipeline((1.0, 1.0), (1.0,), 2)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
@@ -102,22 +112,22 @@ def test_every_second_is_accounted_for(mtbf_s: float, seed: int, name: str) -> N
 def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> None:
     """Fix CheckFreq's interval. With more bandwidth it would choose a shorter one, which may cost more."""
     slow_costs, fast_costs = (costs(d2h=bandwidth, network=16 * bandwidth) for bandwidth in (d2h, d2h * more))
-    interval = CheckFreq(slow_costs).interval
-    fixed = [CheckFreq(job, interval).analytic_ettr(mtbf_s) for job in (slow_costs, fast_costs)]
+    interval = CheckFreqCost(slow_costs).interval
+    fixed = [CheckFreqCost(job, interval).analytic_ettr(mtbf_s) for job in (slow_costs, fast_costs)]
     assert fixed[1] >= fixed[0] - 1e-9
     for name in ("gemini", "moc"):
         slow, fast = (
             STRATEGIES[name](costs(d2h=bandwidth, network=16 * bandwidth), mtbf_s) for bandwidth in (d2h, d2h * more)
         )
         assert fast.analytic_ettr(mtbf_s) >= slow.analytic_ettr(mtbf_s) - 1e-9
-    slow, fast = (MoEvement(costs(d2h=bandwidth, network=16 * bandwidth)) for bandwidth in (d2h, d2h * more))
+    slow, fast = (MoEvementCost(costs(d2h=bandwidth, network=16 * bandwidth)) for bandwidth in (d2h, d2h * more))
     assert fast.costs.plan.size <= slow.costs.plan.size
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
 def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
     job = costs(kind=kind, window=4)
-    strategy = MoEvement(job)
+    strategy = MoEvementCost(job)
     lost = [strategy.rollback(committed, step / 50) for committed in range(1000, 1040) for step in range(50)]
     assert max(lost) <= job.plan.most_replayed
     assert statistics.fmean(lost) + 0.5 == pytest.approx(strategy.expected_rollback, abs=0.05)
@@ -130,7 +140,7 @@ def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wante
     Two replayed iterations make the state dense; aligned windows replay up to two more. A failure in the first tenth of
     an iteration finds one snapshot fewer, which may add one replayed iteration.
     """
-    strategy = MoEvement(costs(kind=kind, window=3, d2h=50.0, network=400.0))
+    strategy = MoEvementCost(costs(kind=kind, window=3, d2h=50.0, network=400.0))
     assert 0 < strategy.arrival < 0.2
     assert {strategy.rollback(committed, into) for committed in range(90, 99) for into in (0.0, 0.5)} == wanted
     assert {strategy.rollback(committed, 0.5) for committed in range(90, 99)} == wanted - {max(wanted)}
@@ -138,8 +148,8 @@ def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wante
 
 def test_each_technique_makes_recovery_shorter() -> None:
     job = costs()
-    whole = MoEvement(job)
-    for without in (MoEvement(job, Techniques(is_local=False)), MoEvement(job, Techniques(skips_frozen=False))):
+    whole = MoEvementCost(job)
+    for without in (MoEvementCost(job, Techniques(is_local=False)), MoEvementCost(job, Techniques(skips_frozen=False))):
         assert whole.expected_recovery_s() < without.expected_recovery_s()
     assert 0 < whole.frozen_share < 1
 
@@ -147,9 +157,9 @@ def test_each_technique_makes_recovery_shorter() -> None:
 def test_what_is_popular_stays_frozen_longest() -> None:
     even, skewed = costs(window=4), costs(window=4, skew=0.5)
     unordered = Techniques(reorders=False)
-    assert MoEvement(even).frozen_share == pytest.approx(MoEvement(even, unordered).frozen_share)
-    assert MoEvement(skewed).frozen_share > MoEvement(even).frozen_share
-    assert MoEvement(skewed).frozen_share > MoEvement(skewed, unordered).frozen_share
+    assert MoEvementCost(even).frozen_share == pytest.approx(MoEvementCost(even, unordered).frozen_share)
+    assert MoEvementCost(skewed).frozen_share > MoEvementCost(even).frozen_share
+    assert MoEvementCost(skewed).frozen_share > MoEvementCost(skewed, unordered).frozen_share
 
 
 def test_neighbouring_stages_replay_together() -> None:
@@ -157,7 +167,7 @@ def test_neighbouring_stages_replay_together() -> None:
 
     Neighbouring stages replay as one pipeline, with a bubble.
     """
-    strategy = MoEvement(costs())
+    strategy = MoEvementCost(costs())
     single, apart, joint = (strategy.recover(1000, nodes) for nodes in ((1,), (1, 5), (1, 2)))
     assert single.convert_s == pytest.approx(apart.convert_s)
     assert joint.convert_s > single.convert_s
@@ -165,7 +175,7 @@ def test_neighbouring_stages_replay_together() -> None:
 
 
 def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
-    strategy = MoEvement(costs(replicas=1))
+    strategy = MoEvementCost(costs(replicas=1))
     assert not strategy.recover(1000, (3, 5)).from_storage
     lost = strategy.recover(1000, (3, 4))
     assert lost.from_storage
@@ -197,11 +207,11 @@ def test_copies_are_where_a_live_job_would_place_them() -> None:
 def test_moetion_saves_what_both_budgets_carry() -> None:
     """Check values by hand: 4 layers of 8 experts of 96 MB full state, 577 MB of other state, iterations of 3 s."""
     for d2h, saved in ((0.3, 1), (0.5, 2), (0.6, 3), (1.0, 6), (2.0, 8)):
-        strategy = MoEtion(costs(d2h=d2h, network=64.0))
+        strategy = MoEtionCost(costs(d2h=d2h, network=64.0))
         assert strategy.experts_saved == saved, d2h
         assert strategy.overhead_s == pytest.approx(max(0.0, (577e6 + 4 * saved * 96e6) / d2h / 1e9 - 3.0), abs=0.01)
     few, many, every, skewed = (
-        MoEtion(costs(d2h=bandwidth, network=64.0, skew=skew)).risks.peer_risk
+        MoEtionCost(costs(d2h=bandwidth, network=64.0, skew=skew)).risks.peer_risk
         for bandwidth, skew in ((0.6, 0.0), (1.0, 0.0), (2.0, 0.0), (0.6, 0.5))
     )
     assert few > many > every == 0
@@ -227,7 +237,7 @@ def test_copies_to_peers_slow_training_in_proportion_to_what_they_take_of_links(
         assert strategy.contended_s == pytest.approx(0.5 * sent_s), name
         assert strategy.contended_s > 0, name
         assert strategy.slowed_s == pytest.approx(strategy.contended_s), name
-    assert CheckFreq(contended).contended_s == 0, "what is written to storage does not go to peers"
+    assert CheckFreqCost(contended).contended_s == 0, "what is written to storage does not go to peers"
 
 
 @pytest.mark.parametrize("name", ["moevement", "redo"])
@@ -258,22 +268,22 @@ def test_twelve_hours_of_a_large_job_are_a_matter_of_milliseconds() -> None:
 
 def test_gemini_has_one_cost_whether_its_interval_is_chosen_or_given() -> None:
     slow = costs(network=2.0)
-    chosen = Gemini(slow, 600.0)
-    fixed = Gemini(slow, 600.0, interval=chosen.interval)
+    chosen = GeminiCost(slow, 600.0)
+    fixed = GeminiCost(slow, 600.0, interval=chosen.interval)
     assert (chosen.overhead_s, chosen.expected_recovery_s()) == (fixed.overhead_s, fixed.expected_recovery_s())
     assert all(
-        Gemini(slow, 600.0, interval=interval).analytic_ettr(600.0) <= chosen.analytic_ettr(600.0)
+        GeminiCost(slow, 600.0, interval=interval).analytic_ettr(600.0) <= chosen.analytic_ettr(600.0)
         for interval in range(1, 200)
     )
-    stalling = Gemini(slow, 600.0, interval=chosen.interval, is_spread=False)
+    stalling = GeminiCost(slow, 600.0, interval=chosen.interval, is_spread=False)
     assert stalling.overhead_s > chosen.overhead_s, "beside one iteration less of it hides"
 
 
 def test_a_failure_during_a_recovery_begins_it_again() -> None:
     """Check values computed by hand: W 2, almost no lag, a regroup of 10 s, and a second failure after another 5 s."""
     job = costs(window=2, regroup_s=10.0)
-    single = train(MoEvement(job), [Failure(300.0, (0,))], 600.0)
-    double = train(MoEvement(job), [Failure(300.0, (0,)), Failure(305.0, (1,))], 600.0)
+    single = train(MoEvementCost(job), [Failure(300.0, (0,))], 600.0)
+    double = train(MoEvementCost(job), [Failure(300.0, (0,)), Failure(305.0, (1,))], 600.0)
     assert (double.failures, double.during_recovery) == (2, 1)
     assert double.lost_s["detect"] == pytest.approx(single.lost_s["detect"] + 1.0)
     assert double.lost_s["regroup"] == pytest.approx(single.lost_s["regroup"] + 4.0)
@@ -284,25 +294,25 @@ def test_a_failure_during_a_recovery_begins_it_again() -> None:
 
 def test_spares_run_out_and_come_back() -> None:
     failures = [Failure(at, (0,)) for at in (100.0, 1000.0)]
-    with_one = train(MoEvement(costs()), failures, 4000.0, Spares(1, repair_s=2000.0))
+    with_one = train(MoEvementCost(costs()), failures, 4000.0, Spares(1, repair_s=2000.0))
     assert with_one.lost_s["no spare"] == pytest.approx(1100.0), "the first node is back at 2100"
-    assert train(MoEvement(costs()), failures, 4000.0, Spares(2)).lost_s["no spare"] == 0
-    never = train(MoEvement(costs()), failures, 4000.0, Spares(1))
+    assert train(MoEvementCost(costs()), failures, 4000.0, Spares(2)).lost_s["no spare"] == 0
+    never = train(MoEvementCost(costs()), failures, 4000.0, Spares(1))
     assert never.lost_s["no spare"] == pytest.approx(2999.0), "from the second failure, once noticed, to the end"
 
 
 def test_moc_loses_updates_and_saves_more_experts_for_it() -> None:
-    strategy = MoC(costs())
+    strategy = MoCCost(costs())
     result = train(strategy, FailureModel(200.0, 16).draw(12 * HOURS, 1), 12 * HOURS)
     assert result.tokens_lost > 0
     assert strategy.experts_saved > 1
-    assert isinstance(fresh := strategy.fresh(), MoC)
+    assert isinstance(fresh := strategy.fresh(), MoCCost)
     assert fresh.experts_saved == 1
 
 
 def test_no_token_is_lost_twice_in_moc() -> None:
     """Check ages by hand: one of eight experts in each snapshot; the second failure comes two iterations later."""
-    strategy = MoC(costs())
+    strategy = MoCCost(costs())
     strategy.begin(10_000)
     assert strategy.ages(100).tolist() == [4, 3, 2, 1, 0, 7, 6, 5]
     assert strategy.recover(100).tokens_lost == pytest.approx(28 / 8)
@@ -317,16 +327,16 @@ def test_the_policy_of_a_live_job_decides_how_many_experts_moc_saves(
     run_iterations: int, is_length_known: bool, saved: int
 ) -> None:
     """Check K by hand: 3.5 lost iterations of 1,000, 200 or 100 are 0.35%, 1.75% and 3.5%; steps are of 1.25%."""
-    strategy = MoC(costs(), is_length_known=is_length_known)
+    strategy = MoCCost(costs(), is_length_known=is_length_known)
     strategy.begin(run_iterations)
     recovery = strategy.recover(100)
     assert recovery.experts_saved == strategy.experts_saved == saved
     assert saved == strategy.dynamic.after(1, 3.5 / (run_iterations if is_length_known else 100))
-    assert MoC(costs(), limit=1.0).recover(100).experts_saved == 1
+    assert MoCCost(costs(), limit=1.0).recover(100).experts_saved == 1
 
 
 def test_a_training_records_lost_updates_after_each_failure() -> None:
-    strategy = MoC(costs())
+    strategy = MoCCost(costs())
     result = train(strategy, [Failure(300.0, (0,)), Failure(1500.0, (1,))], 6000.0)
     first, second = (committed for _, committed in result.goodput[:2])
     assert [losses.at_s for losses in result.losses] == [300.0, 1500.0]
@@ -336,7 +346,7 @@ def test_a_training_records_lost_updates_after_each_failure() -> None:
     assert result.losses[1].so_far == pytest.approx(sum(lost) / second)
     assert [losses.experts_saved for losses in result.losses] == [1, 1]
     assert result.tokens_lost == result.losses[-1].lost
-    assert train(MoEvement(costs()), [Failure(300.0, (0,))], 6000.0).losses == []
+    assert train(MoEvementCost(costs()), [Failure(300.0, (0,))], 6000.0).losses == []
 
 
 def test_failures_are_drawn_as_asked() -> None:

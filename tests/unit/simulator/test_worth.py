@@ -11,10 +11,10 @@ import re
 import pytest
 
 from moevement_cli.main import main
+from moevement_core.simulator.costs import GeminiCost, MoEvementCost
 from moevement_core.simulator.experiment import Draws, cell_of
 from moevement_core.simulator.failure_rate import mean_time_between_failures_s
 from moevement_core.simulator.failures import Failure, FailureModel
-from moevement_core.simulator.strategies import Gemini, MoEvement
 from moevement_core.simulator.training import Spares, train
 from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Worth, lost_share, worth
 from tests.unit.simulator.jobs import costs
@@ -60,7 +60,7 @@ def test_every_gpu_hour_is_accounted_for() -> None:
 
 def test_a_node_that_the_scheduler_gives_is_no_new_spare() -> None:
     """Fail twice without spares: each failure waits for the scheduler, however soon the first node is repaired."""
-    strategy = MoEvement(costs(window=2))
+    strategy = MoEvementCost(costs(window=2))
     failures = [Failure(1000.0, (0,)), Failure(50_000.0, (0,))]
     waited = [
         train(strategy, failures, 100_000.0, spares).lost_s["no spare"]
@@ -72,7 +72,7 @@ def test_a_node_that_the_scheduler_gives_is_no_new_spare() -> None:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_formula_for_spares_agrees_with_trainings(count: int) -> None:
     job = costs()
-    strategy, mtbf_s, pool = Gemini(job, 20_000.0, interval=4), 20_000.0, Spares(count, 40_000.0, 600.0)
+    strategy, mtbf_s, pool = GeminiCost(job, 20_000.0, interval=4), 20_000.0, Spares(count, 40_000.0, 600.0)
     model = FailureModel(mtbf_s, job.nodes)
     draws = Draws(mtbf_s, tuple(model.draw(10 * MONTH_S, seed) for seed in range(4)))
     simulated = 1 - cell_of(strategy, draws, 10 * MONTH_S, pool).ettr + count * 8 / 128

@@ -9,7 +9,7 @@ from typing import Any, override
 
 import torch
 
-from moevement_core.device import CpuDevice, Event
+from moevement_core.device import CpuDevice, DeviceEvent
 
 
 class Stream:
@@ -28,7 +28,7 @@ class Stream:
         self.work.append(lambda: self.device.run(other, end))
 
 
-class LazyEvent(Event):
+class LazyEvent(DeviceEvent):
     """Event in a stream; each wait for it needs a permit if the device counts permits."""
 
     def __init__(self, device: LazyDevice, *, sleeps: bool) -> None:
@@ -61,7 +61,7 @@ class LazyEvent(Event):
         return self.stream.done >= self.at
 
     @override
-    def elapsed_ms(self, end: Event) -> float:
+    def elapsed_ms(self, end: DeviceEvent) -> float:
         return 0.0
 
 
@@ -114,7 +114,7 @@ class LazyDevice(CpuDevice):
             self._current.stream = before
 
     @override
-    def event(self, timing: bool = False, *, sleeps: bool = False) -> Event:
+    def event(self, timing: bool = False, *, sleeps: bool = False) -> DeviceEvent:
         return LazyEvent(self, sleeps=sleeps)
 
     @override

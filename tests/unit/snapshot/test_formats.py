@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from moevement_core.comms import plain
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
-from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, Message, MessageKind
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, Part, Snapshot, as_bytes, digest_of
+from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, Snapshot, SnapshotPart, as_bytes, digest_of
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -95,7 +95,7 @@ def test_what_is_written_to_disk_may_be_a_part() -> None:
         entries.append(Entry(name, Saved.FULL, "0", "float32", offset, data.numel(), digest_of(data)))
         buffer[offset : offset + data.numel()] = data
         offset += 256
-    header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, Part("242", ("b",)))
+    header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, SnapshotPart("242", ("b",)))
     assert Header.decode(header.encode()) == header
     part = Snapshot(header, Buffer(buffer)).for_disk()
     part.check("in a test")
@@ -135,7 +135,7 @@ def test_tensors_of_an_operator_are_views_of_the_buffer() -> None:
 
 @pytest.mark.parametrize("position", range(0, MESSAGE_BYTES, 7))
 def test_a_message_survives_the_way_and_a_damaged_one_is_refused(position: int) -> None:
-    message = Message(Kind.SNAPSHOT, 5, 10**12, 400, 1 << 40, 7)
+    message = Message(MessageKind.SNAPSHOT, 5, 10**12, 400, 1 << 40, 7)
     data = message.encode()
     assert data.numel() == MESSAGE_BYTES
     assert Message.decode(data) == message

@@ -30,7 +30,7 @@ from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.sources import MemorySource
 from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.sender import ATTEMPTS
-from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Message, MessageKind, checksum
 from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.agreement import SingleRankAgreement
 from moevement_core.snapshot.arena import PAGE, Arena
@@ -366,10 +366,10 @@ def header(rank: int = 0, iteration: int = 50, nbytes: int = 64) -> Header:
 
 def announce(sent: Header, iteration: int, payload_bytes: int) -> Message:
     data = torch.frombuffer(bytearray(sent.encode()), dtype=torch.uint8)
-    return Message(Kind.SNAPSHOT, 0, iteration, data.numel(), payload_bytes, check=checksum(data))
+    return Message(MessageKind.SNAPSHOT, 0, iteration, data.numel(), payload_bytes, check=checksum(data))
 
 
-def offer(transport: Loopback, sent: Header, announced: Message) -> Kind:
+def offer(transport: Loopback, sent: Header, announced: Message) -> MessageKind:
     data = torch.frombuffer(bytearray(sent.encode()), dtype=torch.uint8)
     transport.send(1, TO_PEER, announced.encode())
     transport.send(1, TO_PEER, data)
@@ -411,7 +411,7 @@ def test_a_foreign_or_torn_snapshot_never_becomes_state(sent: Header, payload_by
         training.run(4)
         before = training.members[1].receivers[0].store.snapshots().keys()
         announced = announce(sent, 50, payload_bytes)
-        assert offer(stranger(training), sent, announced) is Kind.REFUSED
+        assert offer(stranger(training), sent, announced) is MessageKind.REFUSED
         assert re.search(pattern, reports(training)), reports(training)
         assert training.members[1].receivers[0].store.snapshots().keys() == before
 
@@ -421,7 +421,7 @@ def test_a_stale_snapshot_is_turned_away_in_silence() -> None:
         training.run(9)
         sent = header(iteration=1)
         announced = announce(sent, 1, 64)
-        assert offer(stranger(training), sent, announced) is Kind.STALE
+        assert offer(stranger(training), sent, announced) is MessageKind.STALE
         assert not reports(training), "it was on its way when the window was agreed on, and is nobody's fault"
 
 

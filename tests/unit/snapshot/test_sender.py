@@ -12,7 +12,7 @@ import torch
 from moevement_core.comms.transport import Transport
 from moevement_core.overhead.pause import Pause
 from moevement_core.replication.sender import Delivery, Sender
-from moevement_core.replication.wire import TO_PEER, Kind, Message
+from moevement_core.replication.wire import TO_PEER, Message, MessageKind
 
 
 class AlwaysFull(Transport):
@@ -26,7 +26,7 @@ class AlwaysFull(Transport):
         self.offered += 1
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        data.copy_(Message(Kind.FULL, 1).encode())
+        data.copy_(Message(MessageKind.FULL, 1).encode())
 
 
 def test_a_peer_that_has_no_room_is_not_asked_for_ever() -> None:
@@ -52,7 +52,7 @@ class Taking(Transport):
 
     def __init__(self) -> None:
         self.payload_bytes = 0
-        self._answers = [Kind.GO, Kind.KEPT]
+        self._answers = [MessageKind.GO, MessageKind.KEPT]
 
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
         if data.numel() > 1000:

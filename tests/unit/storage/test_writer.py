@@ -19,7 +19,7 @@ from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import Entry, Header, Part, Snapshot, SnapshotLease, digest_of
+from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, SnapshotPart, digest_of
 from moevement_core.storage.files import file_name, read_snapshot
 from moevement_core.storage.manifest import MARKER, Kept, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.storage.writer import Folder, WindowWriter
@@ -223,7 +223,7 @@ class PartLender:
         without = tuple(name for place, name in enumerate("bcd") if place != iteration % 3)
         contents = "2" + "".join("4" if name in without else "2" for name in "bcd")
         header = Header(
-            0, iteration, "s", 0, "2222", tuple(entries), None, iteration, None, Part(contents, without)
+            0, iteration, "s", 0, "2222", tuple(entries), None, iteration, None, SnapshotPart(contents, without)
         )  # fmt: skip
         return Snapshot(header, Buffer(torch.cat(pieces)))
 

@@ -170,7 +170,7 @@ def popularity(skew: float, experts: int, layers: int, generator: np.random.Gene
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryCost:
     """Cost of one failure: the seconds of each part of the recovery, and the updates of experts that are lost."""
 
     detect_s: float
@@ -196,7 +196,7 @@ class Recovery:
         return self.detect_s + self.regroup_s + self.fetch_s + self.convert_s + self.catch_up_s
 
 
-class Strategy(ABC):
+class StrategyCost(ABC):
     """Simulated way of checkpointing.
 
     Failures may change what a strategy saves, so each training gets a :meth:`fresh` strategy.
@@ -216,7 +216,7 @@ class Strategy(ABC):
         """Set the length of the training, in iterations. The simulation calls this once, before the first failure."""
         self.run_iterations = run_iterations
 
-    def fresh(self) -> Strategy:
+    def fresh(self) -> StrategyCost:
         """Return this strategy in its initial state, for another training."""
         return self
 
@@ -299,7 +299,7 @@ class Strategy(ABC):
         nodes: Collection[int] = (0,),
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
-    ) -> Recovery:
+    ) -> RecoveryCost:
         """Return the cost of a failure. Some strategies also change what they save after the failure.
 
         Args:
@@ -314,7 +314,7 @@ class Strategy(ABC):
         replayed = min(committed, self.rollback(committed, into))
         converted = min(replayed, self.converted)
         is_local = not lost_hosts and self.costs.plan.inputs.keeps_own_copies
-        return Recovery(
+        return RecoveryCost(
             detect_s=self.costs.detect_s, regroup_s=self.costs.regroup_s,
             fetch_s=self.local_fetch_s if is_local else self.fetch_s,
             convert_s=converted * self.convert_iteration_s(nodes),
@@ -325,7 +325,7 @@ class Strategy(ABC):
         """Return True if host memory of other nodes still holds the state of every rank on ``lost_hosts``."""
         return self.costs.copies_survive(lost_hosts)
 
-    def _from_storage(self, committed: int) -> Recovery:
+    def _from_storage(self, committed: int) -> RecoveryCost:
         """Return the cost of a recovery from storage.
 
         While the job trains, ranks write windows or checkpoints to storage, each as soon as the one before is complete.
@@ -334,7 +334,7 @@ class Strategy(ABC):
         every = max(1, self.costs.iterations(self.costs.store_s()))
         replayed = min(committed, committed - max(0, committed // every - 1) * every)
         seconds = replayed * (self.costs.iteration_s + self.overhead_s)
-        return Recovery(
+        return RecoveryCost(
             detect_s=self.costs.detect_s,
             regroup_s=self.costs.regroup_s,
             fetch_s=self.costs.store_s(),

@@ -12,8 +12,8 @@ from functools import cached_property
 from moevement_core.operators import OperatorKind
 from moevement_core.simulator import selection
 from moevement_core.simulator.bubbles import Bubbles, Split, bubbles_of
-from moevement_core.simulator.strategies.base import Costs, Recovery
-from moevement_core.simulator.strategies.partial import Partial
+from moevement_core.simulator.costs.partial_cost import PartialCost
+from moevement_core.simulator.costs.strategy_cost import Costs, RecoveryCost
 
 GRADIENT_BYTES = 2
 """Bytes of one gradient element, if a rank sends gradients in place of state (MoEtion, section 5.2)."""
@@ -35,7 +35,7 @@ class Optimizations:
     """True if copies and sends run in pipeline bubbles as far as they fit (section 5.3, Algorithm 4)."""
 
 
-class MoEtion(Partial):
+class MoEtionCost(PartialCost):
     """Strategy that saves as many experts as can be copied to the host and sent to peers from one snapshot to the next.
 
     Copies to the host and sends to peers have separate byte budgets (section 4.2), and so separate numbers of experts.
@@ -246,7 +246,7 @@ class MoEtion(Partial):
         nodes: Collection[int] = (0,),
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
-    ) -> Recovery:
+    ) -> RecoveryCost:
         """Return the cost of a failure. Experts that the newest snapshot leaves out go back to their last saved state.
 
         The experts of lost nodes come from peers. The experts of all other nodes come from their own hosts, which have

@@ -12,7 +12,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, StagePlan
 from moevement_core.policy.popularity import order_operators
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.strategies.base import Costs, Strategy
+from moevement_core.simulator.costs.strategy_cost import Costs, StrategyCost
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Techniques:
     """True if only the stages that lost state replay, from boundary logs (section 3.4)."""
 
 
-class MoEvement(Strategy):
+class MoEvementCost(StrategyCost):
     """Strategy that saves one slot in each iteration, with the windows of the job's plan, and recovers by replay.
 
     Args:
@@ -205,7 +205,7 @@ class MoEvement(Strategy):
         return seconds
 
 
-class Redo(MoEvement):
+class RedoCost(MoEvementCost):
     """Strategy in which a lost rank repeats the updates of its newest window from logged gradients.
 
     The repeated updates restore the state at the end of the newest window that all peers have. Then the stages of lost

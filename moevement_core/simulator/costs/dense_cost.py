@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from moevement_core.errors import ConfigError
 from moevement_core.planning.checkpoint_plan import DENSE_OVERHEAD
-from moevement_core.simulator.strategies.base import Costs, Strategy
+from moevement_core.simulator.costs.strategy_cost import Costs, StrategyCost
 
 
-class NoCheckpoints(Strategy):
+class NoCheckpointsCost(StrategyCost):
     """Strategy that saves nothing: the job starts from the beginning after every failure."""
 
     name = "none"
@@ -27,7 +27,7 @@ class NoCheckpoints(Strategy):
         return committed
 
 
-class Dense(Strategy):
+class DenseCost(StrategyCost):
     """Strategy that saves the whole state every ``interval`` iterations. After a failure, every stage rolls back.
 
     Args:
@@ -102,7 +102,7 @@ class Dense(Strategy):
         return self._interval / 2 + self.lag
 
 
-class DenseSynchronous(Dense):
+class DenseSynchronousCost(DenseCost):
     """Strategy that stops training while it writes the whole state to storage.
 
     By default, the interval between checkpoints comes from the formula of Young and Daly.
@@ -135,7 +135,7 @@ def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
     return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
 
 
-class DenseToPeers(Dense):
+class DenseToPeersCost(DenseCost):
     """Strategy that keeps the whole state in the memory of peers. Only stages that lost state roll back and replay.
 
     They replay from boundary logs.
@@ -157,7 +157,7 @@ class DenseToPeers(Dense):
         return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
 
 
-class CheckFreq(Dense):
+class CheckFreqCost(DenseCost):
     """Strategy that copies the whole state to the host while the next iteration runs, and then writes it to storage.
 
     With the default interval, checkpoints cost at most 3% of training time, which is CheckFreq's cap.
@@ -174,7 +174,7 @@ class CheckFreq(Dense):
         super().__init__(costs, interval, stall_s=stall_s, lag=(copy_s + write_s) / costs.iteration_s, fetch_s=write_s)
 
 
-class Gemini(Dense):
+class GeminiCost(DenseCost):
     """Strategy that keeps the whole state in the memory of peers. After a failure, all stages roll back.
 
     Copies and sends of a checkpoint are spread over all iterations until the next checkpoint, as in the live strategy.
@@ -216,12 +216,12 @@ class Gemini(Dense):
 
 
 def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
-    """Return the interval, in iterations, with the best ETTR of :class:`Gemini` by the formula of MoEvement."""
-    delay_s = sent_dense(costs, 1)[0] + Gemini(costs, mtbf_s, interval=1).slowed_s
+    """Return the interval, in iterations, with the best ETTR of :class:`GeminiCost` by the formula of MoEvement."""
+    delay_s = sent_dense(costs, 1)[0] + GeminiCost(costs, mtbf_s, interval=1).slowed_s
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
         range(1, longest + 1),
-        key=lambda interval: Gemini(costs, mtbf_s, interval=interval, is_spread=is_spread).analytic_ettr(mtbf_s),
+        key=lambda interval: GeminiCost(costs, mtbf_s, interval=interval, is_spread=is_spread).analytic_ettr(mtbf_s),
     )
 
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, popularity
+from moevement_core.simulator.costs.strategy_cost import Costs, RecoveryCost, StrategyCost, popularity
 
 
-class Partial(Strategy):
+class PartialCost(StrategyCost):
     """Base of strategies that save some of the experts, and all other operators, every ``interval`` iterations.
 
     After a failure, every stage rolls back to the newest snapshot that all peers have.
@@ -123,7 +123,7 @@ class Partial(Strategy):
         return float((self.popularity * ages).sum()) / self.layers
 
 
-class MoC(Partial):
+class MoCCost(PartialCost):
     """Strategy that saves K experts of each layer in turn. K doubles when failures lose too many tokens.
 
     The code of a live job decides when K doubles (:class:`DynamicK`).
@@ -153,13 +153,13 @@ class MoC(Partial):
         self.experts_saved = self.dynamic.first
         """K, the present number of experts of each layer in a snapshot."""
         self.lost = 0.0
-        """Updates that the failures so far have lost, in iterations, as in :attr:`Recovery.tokens_lost`."""
+        """Updates that the failures so far have lost, in iterations, as in :attr:`RecoveryCost.tokens_lost`."""
         self._is_length_known = is_length_known
         self._recovered = 0
 
-    def fresh(self) -> Strategy:
+    def fresh(self) -> StrategyCost:
         """Return this strategy with the K that it has at the beginning of a training, and without lost updates."""
-        return MoC(
+        return MoCCost(
             self.costs, self.dynamic.first, self.dynamic.limit, self.interval, is_length_known=self._is_length_known
         )
 
@@ -194,7 +194,7 @@ class MoC(Partial):
         nodes: Collection[int] = (0,),
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
-    ) -> Recovery:
+    ) -> RecoveryCost:
         """Return the cost of a failure, and raise K if too many tokens are lost.
 
         Each snapshot saves K experts of a layer in turn, so the newest saved version of an expert can be several
