@@ -291,7 +291,7 @@ coordinator: what they send, store and open, beside training itself. `python -m 
 
 ## Rules
 
-Code that runs while a job trains or recovers keeps these rules. `tests/unit/test_scale.py` fails if a cost below, or the time of a
+Code that runs while a job trains or recovers keeps these rules. `tests/unit/benchmarks/test_scale.py` fails if a cost below, or the time of a
 function that computes over all ranks, grows faster than its class.
 
 - In an iteration, a rank sends O(1) messages, in O(log N) steps.

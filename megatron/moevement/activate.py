@@ -1,8 +1,8 @@
 """List of the functions of Megatron's trainer that this project replaces, each with its reason.
 
 The project uses Megatron's extension points where they exist: specs, and arguments of ``pretrain`` and of the
-schedules. The functions here have no extension point. ``tests/unit/test_activate.py`` pins the signature of each
-function, and names the function if a new Megatron changes it. Replacements for FP8 (``fp8/install.py``) and for
+schedules. The functions here have no extension point. ``tests/unit/megatron/test_activate.py`` pins the signature of
+each function, and names the function if a new Megatron changes it. Replacements for FP8 (``fp8/install.py``) and for
 machines without a GPU (``platform/megatron_cpu.py``) are not in this list.
 """
 

@@ -6,8 +6,8 @@ Each replacement has a reason. There are three kinds of replacements:
 - on one object (:func:`replace_on`); :data:`DECLARED` lists the names;
 - temporary (:func:`replace_for_a_while`); :data:`DECLARED` lists the names.
 
-``tests/unit/test_activate.py`` pins the signature of every replaced function, and names the function if a new Megatron
-changes it. A declared name that no longer exists raises :class:`PatchError`.
+``tests/unit/megatron/test_activate.py`` pins the signature of every replaced function, and names the function if a new
+Megatron changes it. A declared name that no longer exists raises :class:`PatchError`.
 """
 
 from __future__ import annotations

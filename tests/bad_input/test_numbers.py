@@ -1,7 +1,7 @@
 """Invalid numbers and files on the command lines of all commands that compute, measure or launch.
 
-There is one row for each kind of check that a command makes. tests/unit/test_command_ranges.py tries every flag, and
-both ends of its range.
+There is one row for each kind of check that a command makes. tests/unit/cli/test_command_ranges.py tries every flag,
+and both ends of its range.
 """
 
 from __future__ import annotations

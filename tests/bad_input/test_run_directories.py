@@ -2,7 +2,7 @@
 
 Each damage is tested with one command. The commands take turns, so that each command is tested with a damage to every
 file that it reads.
-tests/unit/test_damaged_records.py reads each damage with every function that reads run directories.
+tests/unit/run/test_damaged_records.py reads each damage with every function that reads run directories.
 """
 
 from __future__ import annotations

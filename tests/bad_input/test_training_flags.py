@@ -1,7 +1,7 @@
 """Invalid flags of a training job, which every rank refuses before it builds anything.
 
-There are a few values of each kind. tests/unit/test_preflight_ranges.py (Megatron's) and
-tests/unit/test_config_ranges.py (ours) try every flag that has a range.
+There are a few values of each kind. tests/unit/megatron/test_preflight_ranges.py (Megatron's) and
+tests/unit/trainer/test_config_ranges.py (ours) try every flag that has a range.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ ELSEWHERE = {
     r"moevement verify \S+ \S+": "tests/unit/run/test_run_record.py",
     r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
     r"moevement top \S+.*": "tests/unit/monitoring/test_top.py",
-    r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",
+    r"moevement data build .*": "tests/unit/megatron/test_token_files.py::test_the_command",
     r"moevement drill.*": "tests/functional/test_drill.py::test_two_ranks",
-    r"python -m tests\.simulation .*": "tests/unit/test_simulation.py",
+    r"python -m tests\.simulation .*": "tests/unit/harness/test_simulation.py",
     r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
 }  # fmt: skip
 """Patterns of commands that are too slow for this file, with the test that runs the same command."""

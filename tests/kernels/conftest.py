@@ -1,6 +1,6 @@
 """Tests of the kernels' code on the CPU under Triton's interpreter, which must be chosen before Triton is imported.
 
-``tests/unit/test_kernels.py`` runs this folder in a process of its own.
+``tests/unit/kernels/test_kernels.py`` runs this folder in a process of its own.
 """
 
 from __future__ import annotations

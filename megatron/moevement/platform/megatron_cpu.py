@@ -1,7 +1,7 @@
 """Adaptations of Megatron to the CPU and gloo, where Megatron expects CUDA and NCCL.
 
 Every call of ``replace`` or ``wrap`` names the function of Megatron that it replaces, and the reason.
-``tests/unit/test_platform.py`` tests each replacement.
+``tests/unit/megatron/test_platform.py`` tests each replacement.
 """
 
 from __future__ import annotations

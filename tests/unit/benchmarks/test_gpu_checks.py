@@ -90,7 +90,7 @@ def test_a_call_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     """Kill a call in the middle of a check; check that the process of the check ends and that the next call resumes."""
     program = (
         "from pathlib import Path; import sys; from benchmarks.gpu.runner import run\n"
-        "from tests.unit.test_gpu_checks import MACHINE, check\n"
+        "from tests.unit.benchmarks.test_gpu_checks import MACHINE, check\n"
         "list(run([check('holds'), check('blocks'), check('measures')], Path(sys.argv[1]), MACHINE))\n"
     )
     environment = {**os.environ, gpu_bodies.FOLDER_ENV: str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOP_PACKAGES = {
     "moevement_kernels": ROOT / "kernels" / "moevement_kernels",
     "moevement_core": ROOT / "moevement_core",
@@ -115,6 +115,14 @@ def test_every_class_has_a_name_of_its_own() -> None:
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(module)
     assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_folders_of_unit_tests_have_the_names_of_packages() -> None:
+    """The unit tests of a package are in the folder with its name; those of a file are in ``test_<file>.py``."""
+    folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if (path / "__init__.py").is_file()}
+    beside_the_engine = {"megatron", "cli", "kernels", "benchmarks"}
+    without_product = {"rules", "harness"}
+    assert folders <= {*PACKAGES, *beside_the_engine, *without_product}
 
 
 def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:

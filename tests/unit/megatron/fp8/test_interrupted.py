@@ -13,7 +13,7 @@ from megatron.moevement.fp8 import interrupted
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.restart.groups import Groups, move_to_groups
 from moevement_core.errors import RecoveryError
-from tests.unit.fp8.registry import Group, Linear, Manager
+from tests.unit.megatron.fp8.registry import Group, Linear, Manager
 
 
 class Rank:
