@@ -169,13 +169,14 @@ def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _saving(line: Mapping[str, Any], *, has_ended: bool) -> list[tuple[str, str]]:
-    """Return pairs of name and text: the overhead of saving, its confidence interval, and its parts."""
+    """Return pairs of name and text: the overhead of saving, its confidence interval, its limit, and its parts."""
     overhead = recorded_overhead(line)
     if overhead is None:
         return [("saving costs", "not measured" if has_ended else "not measured yet")]
     return [
         ("saving costs", f"{percent(overhead.share)} of training"),
         (f"{CONFIDENCE:.0%} interval", interval(overhead)),
+        *([] if overhead.allowed is None else [("allowed", percent(overhead.allowed))]),
         *parts_text(overhead),
     ]
 

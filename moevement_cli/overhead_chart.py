@@ -28,6 +28,7 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
         element(
             "p", element("b", f"{percent(overhead.share)} of training: "),
             f"{CONFIDENCE:.0%} interval {interval(overhead)}",
+            "" if overhead.allowed is None else f"; {percent(overhead.allowed)} allowed",
         ),
         *part_bar(parts, full_width), class_="overhead",
     )  # fmt: skip

@@ -75,10 +75,11 @@ class SavingCosts:
         }[self.reason]
 
     def text(self) -> str:
-        """Return the newest overhead with its interval, in words."""
+        """Return the newest overhead with its interval and the overhead that the job allowed, in words."""
         if self.newest is None:
             return "not measured"
-        return f"{percent(self.newest.share)} ({interval(self.newest)})"
+        allowed = "" if self.newest.allowed is None else f", {percent(self.newest.allowed)} allowed"
+        return f"{percent(self.newest.share)} ({interval(self.newest)}){allowed}"
 
     def points(self) -> list[Point]:
         """Return pairs of each iteration and the overhead in percent. An overhead that is not known is NaN."""
@@ -97,7 +98,7 @@ class SavingCosts:
             return None
         return {
             "iteration": self.newest_at, "share": overhead.share, "low": overhead.low, "high": overhead.high,
-            "parts": dict(overhead.parts),
+            "allowed": overhead.allowed, "parts": dict(overhead.parts),
         }  # fmt: skip
 
 

@@ -170,6 +170,10 @@ OF_CHECKPOINTS = (
         "overhead_high_ratio", "", "Upper end of the 95% confidence interval of the overhead.", field="overhead_high"
     ),
     Figure(
+        "overhead_allowed_ratio", "", "Largest overhead that the job allows: the cap, or more while ranks fail often.",
+        field="overhead_allowed",
+    ),
+    Figure(
         "overhead_copy_ratio", "", "Part of the overhead: the training thread issues copies.",
         field="overhead_copy",
     ),

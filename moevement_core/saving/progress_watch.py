@@ -45,6 +45,14 @@ class ProgressWatch:
         """First snapshot of the newest persisted recoverable run, and the iteration at which this rank first saw it."""
         self._silent: set[int] = set()
 
+    def allowed_share(self, worth: float) -> float | None:
+        """Return the largest share of training time that saving may cost at present; None without a cap.
+
+        Args:
+            worth: share that saving should cost because ranks fail. If it is above the cap, it takes the cap's place.
+        """
+        return None if self._cap_watch is None else max(self._cap_watch.cap, worth)
+
     def forget_peers(self) -> None:
         """Forget which peers were silent, because a new generation has other peers."""
         self._silent.clear()

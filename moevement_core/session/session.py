@@ -217,7 +217,7 @@ class Session:
             "on_disk": self.saving.disk.newest,
             "disk_written_bytes": self.saving.disk.written_bytes,
             "tokens_owed": self.saving.windows.tokens_owed,
-            **overhead_fields(self.saving.meter.measured()),
+            **overhead_fields(self.saving.meter.measured(), self.saving.watch.allowed_share(self.saving.windows.worth)),
         }
 
     # After a failure

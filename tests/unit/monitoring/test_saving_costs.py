@@ -20,17 +20,17 @@ def test_the_last_value_is_shown_with_its_iteration() -> None:
     costs = SavingCosts([unmeasured(1), line(2, overhead=0.5), line(3), unmeasured(4)])
     assert costs.reason is None
     assert costs.as_json() == {
-        "iteration": 3, "share": 0.02, "low": 0.01, "high": 0.03,
+        "iteration": 3, "share": 0.02, "low": 0.01, "high": 0.03, "allowed": 0.025,
         "parts": {"copy": 0.004, "digest": 0.003, "send": 0.01, "policy": 0.001, "stall": 0.002},
     }  # fmt: skip
-    assert costs.text() == "2.0% (1.0% to 3.0%)"
+    assert costs.text() == "2.0% (1.0% to 3.0%), 2.5% allowed"
     assert costs.points()[1:3] == [(2, 50.0), (3, 2.0)]
     assert costs.intervals()[2] == (3, 1.0, 3.0)
     assert all(math.isnan(points[at][1]) for points in (costs.points(), costs.intervals()) for at in (0, 3))
 
 
 def test_an_interval_that_is_not_known_is_said_and_a_gap() -> None:
-    costs = SavingCosts([line(1, overhead_low=None, overhead_high=None)])
+    costs = SavingCosts([line(1, overhead_low=None, overhead_high=None, overhead_allowed=None)])
     assert costs.text() == f"2.0% ({NO_INTERVAL})"
     assert math.isnan(costs.intervals()[0][1])
     assert view([costs]) == (0.0, 2.0)

@@ -17,6 +17,8 @@ def test_what_is_written_is_read() -> None:
     assert (recorded.share, recorded.low, recorded.high) == (0.02, 0.01, 0.03)
     assert recorded.parts == {"copy": 0.004, "digest": 0.003, "send": 0.01, "policy": 0.001, "stall": 0.002}
     assert tuple(recorded.parts) == PARTS
+    assert recorded.allowed is None
+    assert recorded_overhead(overhead_fields(MEASURED, allowed=0.04)) == replace(recorded, allowed=0.04)
 
 
 def test_an_interval_that_is_not_known_and_an_overhead_that_is_not() -> None:
