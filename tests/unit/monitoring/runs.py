@@ -19,8 +19,9 @@ CHECKPOINTING = {
     "persisted_from": 3, "window": 3, "window_snapshots": 3, "windows_abandoned": 1,
     "snapshot_memory_bytes": 4_000_000, "log_bytes": 500,
     "log_memory_bytes": 1_000_000, "on_disk": 5, "disk_written_bytes": 7000, "tokens_owed": 0,
-    "overhead": 0.02, "overhead_low": 0.01, "overhead_high": 0.03, "overhead_allowed": 0.025, "overhead_copy": 0.004, "overhead_digest": 0.003,
-    "overhead_send": 0.01, "overhead_policy": 0.001, "overhead_stall": 0.002,
+    "overhead": 0.02, "overhead_low": 0.01, "overhead_high": 0.03, "overhead_allowed": 0.025,
+    "overhead_copy": 0.004, "overhead_digest": 0.003, "overhead_send": 0.01,
+    "overhead_policy": 0.001, "overhead_stall": 0.002,
 }  # fmt: skip
 
 

@@ -70,8 +70,8 @@ def test_a_frame_has_what_the_record_has_in_eighty_columns(tmp_path: Path) -> No
         "snapshots": "4.0 MB", "log": "1.0 MB", "on disk": "to 5, 7.0 kB",
     }  # fmt: skip
     assert values_of(text, "saving costs") == {
-        "saving costs": "2.0% of training", "95% interval": "1.0% to 3.0%", "allowed": "2.5%", "copies": "0.4%", "digests": "0.3%",
-        "sends": "1.0%", "policy": "0.1%", "stalls": "0.2%",
+        "saving costs": "2.0% of training", "95% interval": "1.0% to 3.0%", "allowed": "2.5%", "copies": "0.4%",
+        "digests": "0.3%", "sends": "1.0%", "policy": "0.1%", "stalls": "0.2%",
     }  # fmt: skip
     assert values_of(text, "clock").keys() == {"clock", "up", "last iteration", "time left"}
     assert (values_of(text, "clock")["up"], values_of(text, "clock")["last iteration"]) == ("23 s", "4 s ago")
