@@ -19,7 +19,7 @@ from moevement_cli.plotting import SUFFIXES
 from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline, read
 from moevement_cli.run_folders import expanded
 from moevement_cli.run_plot import draw
-from moevement_cli.saving_costs import NAMES, SavingCosts, parts_text
+from moevement_cli.saving_costs import NAMES, SavingCosts, parts_text, percent
 from moevement_core.errors import ConfigError
 from moevement_core.run.account import Account, trace_events
 from moevement_core.run.cost_line import cost_line
@@ -129,10 +129,12 @@ def _column(run: RunFacts, first: RunFacts, *, has_parts: bool) -> dict[str, str
 
 
 def _parts(run: RunFacts) -> dict[str, str]:
-    """Return the percentage of each part of overhead, by indented name."""
+    """Return the allowed overhead, and the percentage of each part of overhead, by indented name."""
     overhead = run.saving_costs.newest
     shown = {} if overhead is None else dict(parts_text(overhead))
-    return {f"  {name}": shown.get(name, UNKNOWN) for name in NAMES.values()}
+    if overhead is not None and overhead.allowed is not None:
+        shown["allowed"] = percent(overhead.allowed)
+    return {f"  {name}": shown.get(name, UNKNOWN) for name in ("allowed", *NAMES.values())}
 
 
 def _recoveries(run: RunFacts) -> str:

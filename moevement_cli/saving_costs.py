@@ -75,11 +75,10 @@ class SavingCosts:
         }[self.reason]
 
     def text(self) -> str:
-        """Return the newest overhead with its interval and the overhead that the job allowed, in words."""
+        """Return the newest overhead with its interval, in words."""
         if self.newest is None:
             return "not measured"
-        allowed = "" if self.newest.allowed is None else f", {percent(self.newest.allowed)} allowed"
-        return f"{percent(self.newest.share)} ({interval(self.newest)}){allowed}"
+        return f"{percent(self.newest.share)} ({interval(self.newest)})"
 
     def points(self) -> list[Point]:
         """Return pairs of each iteration and the overhead in percent. An overhead that is not known is NaN."""

@@ -88,7 +88,7 @@ def test_a_page_has_the_figures_of_its_run(run: RunRecord) -> None:
     rows = parsed.rows
     assert dict(rows[:12]) == {
         "run": "run", "state": "ended", "iterations": "10", "loss": "2.0000", "validation loss": UNKNOWN,
-        "iteration time": "1.000 s", "tokens/s": "512", "saving costs": "2.0% (1.0% to 3.0%), 2.5% allowed",
+        "iteration time": "1.000 s", "tokens/s": "512", "saving costs": "2.0% (1.0% to 3.0%)",
         "ETTR": "62.5%", "recoveries": "1", "time lost": "4.00 s", "state digest": "ab",
     }  # fmt: skip
     plan = rows[rows.index(["planned", "measured"]) + 1 :]

@@ -23,7 +23,7 @@ def test_the_last_value_is_shown_with_its_iteration() -> None:
         "iteration": 3, "share": 0.02, "low": 0.01, "high": 0.03, "allowed": 0.025,
         "parts": {"copy": 0.004, "digest": 0.003, "send": 0.01, "policy": 0.001, "stall": 0.002},
     }  # fmt: skip
-    assert costs.text() == "2.0% (1.0% to 3.0%), 2.5% allowed"
+    assert costs.text() == "2.0% (1.0% to 3.0%)"
     assert costs.points()[1:3] == [(2, 50.0), (3, 2.0)]
     assert costs.intervals()[2] == (3, 1.0, 3.0)
     assert all(math.isnan(points[at][1]) for points in (costs.points(), costs.intervals()) for at in (0, 3))
