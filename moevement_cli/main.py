@@ -29,6 +29,7 @@ GROUPS = {
         "launch": "start the ranks of a training script",
         "coordinate": "coordinate a job on several hosts, and assign its ranks",
         "data": "make token files from text",
+        "drain": "move ranks of a running job off a node or a process",
     },
     "look": {
         "top": "show what a run does now, in the terminal",

@@ -44,6 +44,7 @@ class Holder:
     def __init__(self) -> None:
         self.lease_s = 10.0
         self.given_up: set[int] = set()
+        self.leaves: dict[int, int] = {}
         self.alive: dict[int, int | None] = {}
         self.lost: list[int] = []
         self.dead: list[tuple[int, int, str]] = []

@@ -26,7 +26,7 @@ import psutil
 
 from moevement_core import log
 from moevement_core.util.environment import PARENT_ENV
-from moevement_core.util.exit_codes import BROKEN_DEVICE
+from moevement_core.util.exit_codes import BROKEN_DEVICE, DRAINED
 from moevement_core.util.file_modes import make_folder, opener
 from moevement_core.util.parent import end_with_parent
 
@@ -111,6 +111,8 @@ class Child:
         code = self.code or 0
         if code == BROKEN_DEVICE:
             return "gave its rank back because its device cannot be used"
+        if code == DRAINED:
+            return "gave its rank back as asked"
         return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
 
     def lines_of(self, stream: str) -> list[str]:

@@ -33,6 +33,7 @@ from moevement_core.rendezvous.roster import RANKS, STORE
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.store import of_groups
 from moevement_core.rendezvous.values import Values
+from moevement_core.run.drain_requests import DrainRequests, DrainWatch
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.environment import STORE_ENV
@@ -195,6 +196,7 @@ class _Coordination:
         values.set(RANKS, str(options.ranks))
         values.set(STORE, f"{store[0]}:{store[1]}")
         values.set(OPTIONS, options.encode())
+        self._drains = DrainWatch(DrainRequests(options.run_dir)) if options.run_dir is not None else None
         self._coordinator = Coordinator(
             values, options.ranks, options.spare_timeout_s, report, groups=of_groups(self._store, token),
             lease_s=place.lease_s,
@@ -249,6 +251,8 @@ class _Coordination:
                 return self._follow(signals) if self._is_awaited else self._leave()
             if turn is Turn.DECIDED:
                 self._report_changes()
+                if self._drains is not None:
+                    self._drains.is_done(self._coordinator.drain(self._drains.standing))
                 self._look_after_signals(signals)
                 self._look_after_tasks()
                 self._look_after_endpoint()

@@ -20,9 +20,10 @@ from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.rendezvous.values import Values
+from moevement_core.run.drain_requests import DrainRequests, DrainWatch
 from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
-from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
+from moevement_core.util.exit_codes import BROKEN_DEVICE, DRAINED, USAGE_ERROR
 from moevement_core.util.words import spares_words
 
 SAY_S = 5.0
@@ -181,6 +182,7 @@ class ReplaceFailedRanks(Watch):
     ) -> None:
         self._pause = pause
         self._values, self._record, self._progress = values, record, progress
+        self._drains = None if record is None else DrainWatch(DrainRequests(record.folder))
         self._coordinator = Coordinator(
             values, ranks, spare_timeout_s, progress.print_line, groups=groups, lease_s=lease_s,
             respawn_wait_s=WAIT_S if math.isfinite(respawn_after_s) else 0.0,
@@ -207,6 +209,8 @@ class ReplaceFailedRanks(Watch):
         self._coordinator.step()
         self._supervisor.step()
         self._coordinator.step()
+        if self._drains is not None:
+            self._drains.is_done(self._coordinator.drain(self._drains.standing))
         self._tell_roster()
         state = self._coordinator.state
         if state is State.STOPPED:
@@ -235,7 +239,7 @@ class ReplaceFailedRanks(Watch):
         if is_mistake(child, has_begun=self._roster.generation >= 0, has_trained=coordinator.has_trained(member)):
             self._failed = self._failed or child  # Another process would fail in the same way.
             return False
-        if (child.code or 0) > 0 and child.code != BROKEN_DEVICE:
+        if (child.code or 0) > 0 and child.code not in (BROKEN_DEVICE, DRAINED):
             self._report_failed_start(member, child)
         coordinator.died(member, child.pid, child.how)
         return True

@@ -20,6 +20,7 @@ from typing import Any
 from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
+from moevement_core.rendezvous.drains import Drains
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
 from moevement_core.rendezvous.losses import Losses
@@ -28,6 +29,7 @@ from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    DRAINED,
     ELASTIC,
     EXIT_CODE,
     GIVEN_UP,
@@ -142,6 +144,7 @@ class Coordinator:
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
         self._blocks = Blocks(values, report)
+        self.drains = Drains(report)
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
         """Values that :meth:`keep` has compared last."""
@@ -216,6 +219,11 @@ class Coordinator:
         return self.membership.alive
 
     @property
+    def leaves(self) -> Mapping[int, int]:
+        """Members that are to give their rank back, each with the iteration after which it does."""
+        return self.drains.leaves
+
+    @property
     def lease_s(self) -> float:
         """Lease time in seconds: a member that is silent for so long counts as dead."""
         return self.membership.lease_s
@@ -269,6 +277,10 @@ class Coordinator:
             self._respawns.are_lost(node)
         if (notice := self._values.reports(UNUSABLE_DEVICE).get(member)) is not None:
             how, noticed_by = self._take_back(node, UnusableDevice.decode(notice)), NoticedBy.DEVICE
+        elif (text := self._values.reports(DRAINED).get(member)) is not None:
+            how, noticed_by = f"was drained ({self.drains.reason_of(self.members[member])}); {text}", NoticedBy.DRAIN
+            self._respawns.begins(node)
+        self.drains.left(member)
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
@@ -296,6 +308,21 @@ class Coordinator:
         would only execute one iteration and then end.
         """
         self.is_winding_down = True
+
+    def drain(self, asked: Mapping[str, str]) -> set[str]:
+        """Take in the requests to drain nodes and ranks that stand now.
+
+        Args:
+            asked: reason of each request, by its target: the name of a node, or the number of a rank as text.
+
+        Returns:
+            Targets whose request is carried out, or cannot be. The caller removes these requests.
+        """
+        if self.roster.generation < 0:
+            return set()
+        self.drains.ask(asked, self.roster, self.members)
+        done, self.drains.done = self.drains.done, set()
+        return done
 
     def stop(self, reason: str, code: int = 1) -> None:
         """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches.
@@ -328,6 +355,9 @@ class Coordinator:
         for member in self._values.new_reports(UNUSABLE_DEVICE):
             if member in self.members:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
+        for member in self._values.new_reports(DRAINED):
+            if member in self.members:
+                self._lose(member, "was drained", NoticedBy.DRAIN)
         if self.state in (State.STOPPED, State.DONE):
             return
         if self._all_finished():
@@ -337,6 +367,14 @@ class Coordinator:
             self._interrupted()
         elif self.state is State.RUNNING:
             self._generation_keys.delete_some()
+            if self.drains.wants:
+                self.drains.look(
+                    self.roster,
+                    self.members,
+                    self._attempts.counts.committed,
+                    len(self.waiting()),
+                    is_elastic=self._elastic() is not None,
+                )
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
@@ -345,10 +383,12 @@ class Coordinator:
     def waiting(self) -> list[int]:
         """Return the members without a rank that could take one, in the order in which they joined.
 
-        Members come last if their node may be lost, or if a process on their node has computed NaN or infinity. Once
-        the job was formed, the list omits members for which no free device is left.
+        Members come last if their node may be lost, or if a process on their node has computed NaN or infinity. The
+        list omits members on drained nodes. Once the job was formed, it also omits members for which no free device is
+        left.
         """
-        waiting = sorted(self._without_rank(), key=lambda info: info.node in self._suspect_nodes)
+        free = [info for info in self._without_rank() if info.node not in self.drains.nodes]
+        waiting = sorted(free, key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
             waiting = with_free_device(waiting, self._devices_in_use())
         return [info.member for info in waiting]

@@ -69,6 +69,8 @@ class LeaseClient:
         """Time at which the leases of this supervisor's processes end, in seconds of the boot-time clock."""
         self.given_up: set[int] = set()
         """Members of this supervisor that the coordinator counts as dead."""
+        self.leaves: dict[int, int] = {}
+        """Members of this supervisor that are to give their rank back, each with the iteration after which it does."""
         self.stop: dict[str, Any] | None = None
         """Reason and exit code of the ended job; None while it goes on."""
         self.is_winding_down = False
@@ -349,6 +351,7 @@ class LeaseClient:
         if (sent_at := self._sent_at.get(beat)) is not None:
             self.held_until = max(self.held_until, sent_at + self.lease_s)
         self.given_up |= set(answer["given_up"])
+        self.leaves = {int(member): int(at) for member, at in answer.get("leaves", {}).items()}
         self.is_winding_down = bool(answer.get("wind_down", False))
         self.generation = int(answer.get("generation", -1))
         self.has_trained = bool(answer.get("has_trained", False))

@@ -39,6 +39,10 @@ class LeaseHolder(Protocol):
     lease_s: float
     given_up: set[int]
 
+    @property
+    def leaves(self) -> Mapping[int, int]:
+        """Members that are to give their rank back, each with the iteration after which it does."""
+
     def renew(self, members: Mapping[int, int | None]) -> None:
         """Renew the leases of ``members``; the value is the newest iteration that the member has committed."""
 
@@ -258,7 +262,8 @@ class LeaseServer:
         fields = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}
         answer = {
             "beat": message["beat"], "lease_s": self._holder.lease_s,
-            "given_up": sorted(members & self._holder.given_up), **fields,
+            "given_up": sorted(members & self._holder.given_up),
+            "leaves": {str(member): at for member, at in self._holder.leaves.items() if member in members}, **fields,
             "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip

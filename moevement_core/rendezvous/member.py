@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    DRAINED,
     FINISHED,
     GIVEN_UP,
     JOINED,
@@ -142,6 +143,14 @@ class Member:
     def report_unusable_device(self, notice: UnusableDevice) -> None:
         """Report that this member cannot use its device; a spare takes its rank. The caller then ends the process."""
         self._values.report(f"{UNUSABLE_DEVICE}/{self._info.member}", notice.encode())
+
+    def report_drained(self, text: str) -> None:
+        """Report that this member gives its rank back, as it was asked to. The caller then ends the process.
+
+        Args:
+            text: description of the end, for log lines.
+        """
+        self._values.report(f"{DRAINED}/{self._info.member}", text)
 
     def finished(self) -> None:
         """Report that this rank has reached the end of training."""

@@ -65,6 +65,8 @@ GIVEN_UP = "members/{}/given_up"
 """Key, by member, of the reason why the job goes on without it."""
 UNUSABLE_DEVICE = "members/unusable_device"
 """Topic of members that give their rank back; a report is an :class:`UnusableDevice`."""
+DRAINED = "members/drained"
+"""Topic of members that give their rank back because they were asked to; a report says who has their state."""
 ELASTIC = "job/elastic"
 """Key of the :class:`~moevement_core.rendezvous.resizing.Grid` of an elastic job."""
 BLOCKS = "job/blocks"
@@ -90,6 +92,8 @@ class NoticedBy(StrEnum):
     """Removal of a live process because it computed NaN or infinity."""
     DEVICE = "device"
     """Removal of a process because it gave its rank back: it cannot use its device."""
+    DRAIN = "drain"
+    """Removal of a process because it gave its rank back: the user asked for it (``moevement drain``)."""
 
 
 @dataclass(frozen=True)

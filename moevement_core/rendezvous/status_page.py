@@ -20,18 +20,19 @@ PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
 
 The variable is unset in a process without a supervisor; the lease of such a process never ends.
 """
-_FIELDS = struct.Struct("<dqqq")
+_FIELDS = struct.Struct("<dqqqq")
 """Fields of the page, in this order:
 
 - end of the lease, in seconds of the boot-time clock;
 - newest committed iteration;
 - 1 if the job is to end at the next boundary between iterations, else 0;
-- 1 if a process that has just been started is to idle before it runs its script, else 0.
+- 1 if a process that has just been started is to idle before it runs its script, else 0;
+- iteration after which the process gives its rank back.
 """
-_COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
-"""Offsets in bytes of the second, third and fourth field of the page."""
+_COMMITTED, _WINDS_DOWN, _WAITS, _LEAVES = 8, 16, 24, 32
+"""Offsets in bytes of the second to fifth field of the page."""
 _NOTHING = -1
-"""Value of the committed iteration before the first commit."""
+"""Value of the committed iteration before the first commit, and of the last field if the process keeps its rank."""
 POLL_S = 0.02
 """Seconds between two checks of the lease while a process waits because its lease has run out."""
 
@@ -54,7 +55,7 @@ class StatusPage:
     def __init__(self, path: str | Path | None = None) -> None:
         self._file: MemoryFile | None = None
         if path is None:
-            page = _FIELDS.pack(float("inf"), _NOTHING, 0, 0)
+            page = _FIELDS.pack(float("inf"), _NOTHING, 0, 0, _NOTHING)
             self._file = MemoryFile("moevement-status", page)
             path = self._file.path
         self.path = str(path)
@@ -85,6 +86,10 @@ class StatusPage:
         """Tell a process that has just been started to idle (``waits``), or else to run its script."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 
+    def ask_to_leave(self, iteration: int | None) -> None:
+        """Ask the process to give its rank back after ``iteration``; None: take the request back."""
+        struct.pack_into("<q", self._memory, _LEAVES, _NOTHING if iteration is None else iteration)
+
     @property
     def committed(self) -> int | None:
         """Newest iteration that the process has committed; None before the first."""
@@ -106,6 +111,11 @@ class StatusPage:
     def is_waiting(self) -> bool:
         """True if this new process is to idle before it runs its script, to leave the processors to a recovery."""
         return bool(struct.unpack_from("<q", self._memory, _WAITS)[0])
+
+    def leaves_after(self, iteration: int) -> bool:
+        """Return True if this process is to give its rank back now that it has committed ``iteration``."""
+        last = int(struct.unpack_from("<q", self._memory, _LEAVES)[0])
+        return last != _NOTHING and iteration >= last
 
     @property
     def is_held(self) -> bool:

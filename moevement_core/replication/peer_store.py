@@ -20,6 +20,8 @@ class PeerStore(ABC):
 
     def __init__(self, source: int) -> None:
         self.source = source
+        self.handed_over: Snapshot | None = None
+        """Whole state of the source, which has left its rank; None unless the source has handed it to this rank."""
         self.growing = threading.Lock()
         """Lock for changes of this store's memory. A receiver holds it from its comparison of the allocated and the
         requested memory until it has allocated or freed memory."""

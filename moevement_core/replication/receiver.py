@@ -85,8 +85,12 @@ class Receiver(ABC):
                 self.store.drop(message.iteration, message.count)
             case MessageKind.SNAPSHOT:
                 self._receive(message)
+            case MessageKind.HANDOVER:
+                self._say(self._take_over(message), message.iteration)
             case _:
-                raise SnapshotError(f"expected a message OPEN, DROP, SNAPSHOT or BYE, but received {message.kind.name}")
+                raise SnapshotError(
+                    f"expected a message OPEN, DROP, SNAPSHOT, HANDOVER or BYE, but received {message.kind.name}"
+                )
 
     def _open(self, message: Message) -> MessageKind:
         with self.store.growing:
@@ -123,13 +127,45 @@ class Receiver(ABC):
         """Return the bytes of host memory that this rank has promised to the source."""
         return self.store.room_bytes
 
-    def _receive(self, message: Message) -> None:
+    def _take_over(self, message: Message) -> MessageKind:
+        """Receive the whole state of the source, which leaves its rank, and return the last answer.
+
+        The state stays in memory of its own until the next recovery has used it.
+        """
+        if (data := self._header_of(message)) is None:
+            return MessageKind.DAMAGED
+        store, nbytes = self.store, message.payload_bytes
+        try:
+            header = Receiver._checked(self, Header.decode(data.numpy().tobytes()), message)
+            if self._allowance.left_for(store.key) - self._room_bytes() < nbytes:
+                raise SnapshotError(f"this rank has no {nbytes / 1e9:.3f} GB of host memory left for it")
+            room = Buffer(torch.empty(nbytes, dtype=torch.uint8))
+        except (SnapshotError, RuntimeError) as error:  # torch raises a RuntimeError if the host has too little memory
+            self._report(f"refused the state of rank {store.source}, which leaves: {_first_line(error)}")
+            return MessageKind.REFUSED
+        self._say(MessageKind.GO, message.iteration)
+        for piece in room.pieces(0, nbytes):
+            self._transport.receive(store.source, TO_PEER, piece)
+        snapshot = Snapshot(header, room)
+        if damaged := snapshot.damaged():
+            self._report_damaged(header.iteration, damaged)
+            return MessageKind.DAMAGED
+        store.handed_over = snapshot
+        return MessageKind.KEPT
+
+    def _header_of(self, message: Message) -> torch.Tensor | None:
+        """Receive the header that follows a message; return None if it was damaged on the way."""
         data = torch.empty(message.header_bytes, dtype=torch.uint8)
         self._transport.receive(self.store.source, TO_PEER, data)
         try:
             message.refuse_unless_whole(data)
         except SnapshotError:
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
+            return None
+        return data
+
+    def _receive(self, message: Message) -> None:
+        if (data := self._header_of(message)) is None:
             self._say(MessageKind.DAMAGED, message.iteration)
             return
         if not self.store.accepts(message.iteration):  # ranks agreed on a newer window while the snapshot was sent

@@ -62,6 +62,15 @@ class Delivery:
     """Function that the sender calls after it has read the buffer."""
 
 
+@dataclass(slots=True, eq=False)
+class _Handover:
+    """Whole state of this rank, which leaves, on its way to the peer."""
+
+    snapshot: Snapshot
+    ended: threading.Event
+    is_kept: bool = False
+
+
 class Sender:
     """Sender of snapshots to one peer, in order, on a thread of its own.
 
@@ -115,7 +124,7 @@ class Sender:
         self._delivered = self._taken = self._ended = 0
         """Numbers of snapshots so far: queued, begun to send, and ended, because the peer has them or never will."""
         self._waiting_since_s: float | None = None
-        self._abandoned = False
+        self._abandoned = self._is_leaving = False
         self._answered = threading.Event()
         self.is_refused = False
         """True if the peer refused the newest request for host memory."""
@@ -165,6 +174,25 @@ class Sender:
         if self.gone is not None:  # checked after queueing, because the ending thread empties the queue only once
             self._lose_queued()
 
+    def hand_over(self, snapshot: Snapshot, timeout_s: float) -> bool:
+        """Send the whole state of this rank, which leaves, and wait; return True if the peer keeps it.
+
+        Snapshots that are queued are not sent any more, and nothing is paced: training waits for the move.
+
+        Args:
+            snapshot: dense snapshot of the state after the newest committed iteration.
+            timeout_s: longest time to wait, in seconds.
+        """
+        handover = _Handover(snapshot, threading.Event())
+        self._is_leaving = True
+        self._transport.pace(self.peer, TO_PEER, math.inf)
+        self._jobs.put(handover)
+        deadline_s = time.monotonic() + timeout_s
+        while not handover.ended.wait(STEP_S):
+            if self.gone is not None or time.monotonic() > deadline_s:
+                return False
+        return handover.is_kept
+
     def drop(self, first: int, last: int) -> None:
         """Ask the peer to drop snapshots ``first`` to ``last``.
 
@@ -196,9 +224,14 @@ class Sender:
         try:
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 self.cpu_s = time.thread_time()
+                if isinstance(job, _Handover):
+                    job.is_kept = self._hand_over(job.snapshot)
+                    job.ended.set()
+                    continue
                 if isinstance(job, Delivery):
                     self._taken += 1
-                    self._deliver(job)
+                    if not self._is_leaving:
+                        self._deliver(job)
                     self._ended += 1
                     continue
                 self._say_urgent()
@@ -281,18 +314,34 @@ class Sender:
             time.sleep(RETRY_S)
         return None
 
-    def _transfer(self, snapshot: Snapshot) -> MessageKind:
-        self._keep_to_pause()
-        packed, pieces = snapshot.packed()
+    def _hand_over(self, snapshot: Snapshot) -> bool:
+        for _ in range(ATTEMPTS):
+            packed, pieces = snapshot.packed()
+            answer = self._announce(MessageKind.HANDOVER, snapshot.iteration, packed).kind
+            if answer is MessageKind.GO:
+                for piece in pieces:
+                    self._transport.send(self.peer, TO_PEER, piece)
+                answer = self._answer()
+            if answer is not MessageKind.DAMAGED:
+                break
+        return answer is MessageKind.KEPT
+
+    def _announce(self, kind: MessageKind, iteration: int, packed: Header) -> Message:
+        """Send a message and a header, and return the peer's answer."""
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
         self._say(
             Message(
-                kind=MessageKind.SNAPSHOT, rank=self.rank, iteration=snapshot.iteration, header_bytes=header.numel(),
+                kind=kind, rank=self.rank, iteration=iteration, header_bytes=header.numel(),
                 payload_bytes=packed.payload_bytes, check=checksum(header),
             )
         )  # fmt: skip
         self._transport.send(self.peer, TO_PEER, header)
-        if (answer := self._answered_by()).kind is not MessageKind.GO:
+        return self._answered_by()
+
+    def _transfer(self, snapshot: Snapshot) -> MessageKind:
+        self._keep_to_pause()
+        packed, pieces = snapshot.packed()
+        if (answer := self._announce(MessageKind.SNAPSHOT, snapshot.iteration, packed)).kind is not MessageKind.GO:
             return answer.kind
         if answer.payload_bytes:
             pieces = self._wanted(snapshot, packed, answer)
@@ -365,8 +414,8 @@ class Sender:
         self._paused_s += time.perf_counter() - began_s
 
     def _is_ending(self) -> bool:
-        """Return True if the job or its generation is ending."""
-        return self._abandoned or self._asks_until_s < float("inf")
+        """Return True if the job or its generation is ending, or this rank leaves."""
+        return self._abandoned or self._is_leaving or self._asks_until_s < float("inf")
 
     def _say_urgent(self) -> None:
         while not self._urgent.empty():

@@ -40,6 +40,9 @@ class MessageKind(IntEnum):
     """Last message of a source."""
     TENSOR = 5
     """Announcement of a neighbouring stage: a tensor that crossed a stage boundary follows."""
+    HANDOVER = 6
+    """Announcement of a source that leaves its rank: its whole state follows, with ``header_bytes`` and
+    ``payload_bytes``, for the process that takes the rank over. The peer answers as after SNAPSHOT."""
     GO = 10
     """Answer of a peer. After OPEN: the memory is ready. After SNAPSHOT: the source may send the payload.
 

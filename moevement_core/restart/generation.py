@@ -28,6 +28,10 @@ class Regroup(Exception):
     """Exception that all ranks raise at the same place to leave their generation and meet again without a failure."""
 
 
+class RankLeaves(Exception):
+    """Exception of a rank that gives its rank back, because the user asked for it; the text says who has its state."""
+
+
 class GenerationInterrupted(Exception):
     """Exception of a rank that learns of an interruption from the coordinator before its monitoring thread does."""
 

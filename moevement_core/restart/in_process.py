@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -45,6 +45,7 @@ from moevement_core.restart.faults import Fault, Phase
 from moevement_core.restart.generation import (
     Generation,
     GenerationInterrupted,
+    RankLeaves,
     Regroup,
     enter_generation,
     is_aborting,
@@ -55,7 +56,7 @@ from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import PATIENCE, GenerationEnd, Guard
 from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.util.environment import MEMBER_ENV, NODE_ENV
-from moevement_core.util.exit_codes import BROKEN_DEVICE
+from moevement_core.util.exit_codes import BROKEN_DEVICE, DRAINED
 
 DUMP_AFTER = 1 / 3
 """Part of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
@@ -265,18 +266,26 @@ class _Restarts:
         The process ends without destructors. They would use the device, or abort communicators with peers that do not
         yet know of the failure.
         """
-        unheard = threading.Timer(REPORT_S, os._exit, [BROKEN_DEVICE])
+        device = self._health.identity if self._health is not None else ""
+        notice = UnusableDevice(fault.reason, device, fault.is_broken)
+        print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
+        self._report_and_exit(lambda: self._member.report_unusable_device(notice), BROKEN_DEVICE, guard)
+
+    def _leave_for_good(self, text: str, guard: Guard) -> NoReturn:
+        """Give the rank back, as the user asked, interrupt the other ranks, and end this process."""
+        self._report_and_exit(lambda: self._member.report_drained(text), DRAINED, guard)
+
+    def _report_and_exit(self, report: Callable[[], None], code: int, guard: Guard | None) -> NoReturn:
+        unheard = threading.Timer(REPORT_S, os._exit, [code])
         unheard.daemon = True
         unheard.start()
-        device = self._health.identity if self._health is not None else ""
         with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop the report.
-            print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
-            self._member.report_unusable_device(UnusableDevice(fault.reason, device, fault.is_broken))
+            report()
             if guard is not None:
                 guard.interrupt_all(Interruption.EXCEPTION)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(BROKEN_DEVICE)
+            os._exit(code)
 
     def _enter(self, now: Generation) -> Any:
         """Run one generation under a guard.
@@ -330,6 +339,8 @@ class _Restarts:
                 if self._training.has_begun or is_aborting():
                     raise
                 raise _Unfit(error) from None  # Another attempt would fail in the same way.
+            except RankLeaves as leaves:
+                self._leave_for_good(str(leaves), guard)
             except (Regroup, GenerationInterrupted):
                 raise
             except ResultError as error:

@@ -118,7 +118,9 @@ def _lost_at(death: Death) -> float:
 
     If nothing observed the end of the process, this is the time of the last sign of life from it.
     """
-    return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
+    return (
+        death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE, NoticedBy.DRAIN) else death.last_seen
+    )
 
 
 _NOTICED = {
@@ -128,6 +130,7 @@ _NOTICED = {
     NoticedBy.TIMEOUT: "timeout: the process did not answer",
     NoticedBy.RESULT: "result that was not finite",
     NoticedBy.DEVICE: "device: its process gave the rank back",
+    NoticedBy.DRAIN: "drain: its process gave the rank back, as the user asked",
 }
 
 

@@ -23,7 +23,6 @@ from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.parts import RankParts
-from moevement_core.topology.topology import Topology
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.equal_bits import PlacementHistory, placement
 from moevement_core.util import damage
@@ -85,14 +84,16 @@ class Recoverer:
         topology, memory = parts.topology, MemorySource(parts.checkpointer, self._disk.durable_snapshots)
         self._memory = memory
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
-        live_replicas = LiveReplicas(parts.binding, topology, mark)
+        stores = parts.checkpointer.replicator.stores
+        handed_over = {store.source: store.handed_over for store in stores if store.handed_over is not None}
+        live_replicas = LiveReplicas(parts.binding, topology, mark, handed_over)
         sources[Source.REPLICA] = live_replicas
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         outcomes = self._records.known(until)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=tuple(sorted(outcomes)), replica=topology.replica,
-            stands_for=live_replicas.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
+            stands_for=live_replicas.stands_for(until, lost_ranks) if self.may_take_over else {},
             arithmetic=arithmetic(), is_repeatable=is_repeatable(),
             placed_since=self.placements.unchanged_since(placement()),
         )  # fmt: skip
@@ -126,14 +127,15 @@ class Recoverer:
             self._memory.release()
             self._memory = None
 
-    def _may_take_over(self, topology: Topology) -> bool:
-        """Return True if failed ranks may take state from live replicas.
+    @property
+    def may_take_over(self) -> bool:
+        """True if lost ranks may take their newest state from live replicas, or from ranks to which they handed it.
 
         They may not do so if the strategy rolls all ranks back or loses updates, or if peers keep parity. Parity needs
-        the snapshots of all ranks of a group, but a rank that takes state from a live replica has no snapshots.
+        the snapshots of all ranks of a group, but a rank that takes its newest state from elsewhere has no snapshots.
         """
         strategy = self._windows.strategy
-        return not (strategy.rolls_back_all or self.may_differ or topology.groups)
+        return not (strategy.rolls_back_all or self.may_differ or self._saving.parts.topology.groups)
 
     def execute(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Execute a prepared recovery, and return its summary. Called inside the training loop.

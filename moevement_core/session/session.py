@@ -28,6 +28,7 @@ from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.drill import wipe_and_recover
+from moevement_core.session.handover import leave_if_asked
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.trainer import observer
@@ -64,6 +65,7 @@ class Session:
     ) -> None:
         self.binding, self.saving, self.snapshots_before = binding, saving, snapshots_before
         self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
+        self._is_elastic = config.elastic.is_elastic
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
         self.commit.updating = saving.checkpointer.mark_gradients
@@ -118,6 +120,7 @@ class Session:
         if saving.has_persisted:
             self.snapshots_before = ()
         injection.at(Phase.START)
+        leave_if_asked(saving, committed, self._peer_timeout_s, may_hand_over=self._may_hand_over)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if isinstance(saving.windows.strategy, LosesUpdates):
@@ -148,6 +151,11 @@ class Session:
         begin_s = time.perf_counter() - began
         self.totals.began(begin_s)
         saving.meter.begin(committed + 1, begin_s, saving.policy_s, gradient_stall_s)
+
+    @property
+    def _may_hand_over(self) -> bool:
+        """True if a recovery uses the state that a leaving rank hands to a peer; an elastic job rebuilds all ranks."""
+        return self.recoverer.may_take_over and not self._is_elastic
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
         mark = self.commit.mark
@@ -252,6 +260,8 @@ class Session:
 
         Every rank calls it before the first iteration after a failure.
         """
+        for store in self.saving.checkpointer.replicator.stores:
+            store.handed_over = None
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)

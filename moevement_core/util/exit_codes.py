@@ -20,6 +20,9 @@ USAGE_ERROR = 2
 BROKEN_DEVICE = 74
 """Exit code of a process that gives up its rank because its device is unusable (``EX_IOERR`` of sysexits.h). The job
 continues with a replacement."""
+DRAINED = 75
+"""Exit code of a process that gives up its rank because it was asked to (``EX_TEMPFAIL`` of sysexits.h). A spare takes
+the rank, and a new process takes the place of this one."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
 """Environment variable with the number of the member that has ended and that this process replaces. If the variable is
 set, this process prints its own errors, whatever its rank."""

@@ -45,8 +45,8 @@ class Checks:
         self.job = job
         scenario = job.scenario
         self.expected = failure_free(scenario.shape, scenario.iterations)
-        self.newest = 0
-        """Newest iteration that any rank has committed."""
+        self.newest = self.repeated = 0
+        """Newest iteration that any rank has committed, and number of updates in replays."""
         self.on_commit: Callable[[], None] = lambda: None
         """Callback after a change of :attr:`newest`."""
         self.entered: dict[int, set[int]] = {}
@@ -129,6 +129,7 @@ class Checks:
         for place, master in enumerate(trainer.masters.tolist()):
             if place not in trainer.frozen and master != expected[place]:
                 raise Violation(f"rank {trainer.rank}: operator {place} has another state in iteration {iteration}")
+        self.repeated += trainer.is_replaying
         if iteration > self.newest:
             self.newest = iteration
             self.on_commit()

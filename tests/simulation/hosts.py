@@ -249,6 +249,8 @@ class Control:
                 return
             if turn is Turn.WAITED:
                 continue
+            for target in coordinator.drain(job.drains):
+                job.drains.pop(target, None)
             for death in coordinator.deaths[deaths:]:
                 self._say(f"member {death.member} (rank {death.rank}) {death.how}")
             deaths = len(coordinator.deaths)
@@ -285,6 +287,8 @@ class Job:
         self.world, self.scenario = world, scenario
         self.members: dict[int, RankProcess] = {}
         self.standbys: list[tuple[Standby, Process]] = []
+        self.drains: dict[str, str] = {}
+        """Requests to drain nodes and ranks, as the run directory would have them."""
         self.ports = PORT
         """Largest port in use."""
         process = Process(world, COORDINATOR, "coordinator")
@@ -292,6 +296,10 @@ class Job:
         """Coordinator that has taken office last."""
         world.start(process, self.control.run, "coordinator")
         self.hosts = [Host(self, number) for number in range(scenario.nodes)]
+
+    def take_back(self, target: str) -> None:
+        """Take back a request to drain ``target``, if it still stands."""
+        self.drains.pop(target, None)
 
     @property
     def coordinator(self) -> Coordinator:

@@ -22,9 +22,10 @@ from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import BLOCKS, MemberInfo
 from moevement_core.rendezvous.value_client import ValueClient
 from moevement_core.restart import generation as generations
-from moevement_core.restart.generation import Regroup, enter_generation, is_fault_of_others
+from moevement_core.restart.generation import RankLeaves, Regroup, enter_generation, is_fault_of_others
 from moevement_core.session.loop import _Loop, iterations
 from moevement_core.session.session import Session
+from moevement_core.util.exit_codes import DRAINED
 from tests.simulation.modules import world
 from tests.simulation.network import connected
 from tests.simulation.scenario import Scenario
@@ -156,6 +157,8 @@ class RankProcess(Process):
                 reason = self._generation(member)
             except JobStopped as stopped:
                 return 1 if str(stopped) else 0
+            except RankLeaves:
+                return DRAINED
             if reason is None:
                 self.training.ended()
                 return 0
@@ -190,6 +193,12 @@ class RankProcess(Process):
                 member.wait_for_end()
                 return None
             except (JobStopped, Regroup):
+                raise
+            except RankLeaves as leaves:
+                assert self.generation.guard is not None
+                with self.generation.guard.atomic():
+                    member.report_drained(str(leaves))
+                    self.signals.record_interrupted([InterruptionRecord(self.rank, Interruption.EXCEPTION)])
                 raise
             except Exception as error:
                 if not is_fault_of_others():

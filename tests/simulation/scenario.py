@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
@@ -39,10 +39,16 @@ class Kind(StrEnum):
     """Loss of the coordinator's host, in silence."""
     PARTED = "parted"
     """Partition: the coordinator's host reaches no other host for a while."""
+    DRAIN = "drain"
+    """Request to drain the node of a rank, taken back after a while."""
+    MOVE = "move"
+    """Request to drain a rank."""
 
 
 OF_COORDINATOR = (Kind.COORDINATOR, Kind.DARK, Kind.PARTED)
 """Faults of the coordinator that strike once a standby may take over."""
+MOVES = (Kind.DRAIN, Kind.MOVE)
+"""Planned moves, which are no faults: they alone make no rank repeat an iteration."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -
     faults, target = list[Fault](), rng.randrange(shape.ranks)
     for number in range(rng.choice([1, 1, 2, 2, 3, 4])):
         kind = rng.choices(
-            [kind for kind in Kind if kind not in OF_COORDINATOR], [8, 3, 2, 3, 3, 1, 1, 2, 1]
+            [kind for kind in Kind if kind not in (*OF_COORDINATOR, *MOVES)], [8, 3, 2, 3, 3, 1, 1, 2, 1]
         )[0]  # fmt: skip
         is_next = number > 0 and rng.random() < 0.6
         if rng.random() < 0.7:
@@ -174,6 +180,20 @@ def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -
             )
         )  # fmt: skip
     return tuple(faults)
+
+
+def with_moves(scenario: Scenario, seed: int, *, alone: bool = False) -> Scenario:
+    """Return the scenario with planned moves between its faults, or with moves ``alone``."""
+    rng = random.Random(f"moves {seed}")
+    mixed = [] if alone else [*scenario.faults]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        move = Fault(
+            rng.choice(MOVES), rng.choice([None, rng.randint(1, scenario.iterations - 2)]),
+            rng.uniform(0.0, rng.choice([0.0, 0.1, 1.0])), rng.randrange(scenario.shape.ranks),
+            rng.uniform(0.1, 4.0 * scenario.lease_s),
+        )  # fmt: skip
+        mixed.insert(rng.randint(0, len(mixed)), move)
+    return replace(scenario, faults=tuple(mixed))
 
 
 def _with_coordinator(seed: int, faults: tuple[Fault, ...], iterations: int, lease_s: float) -> tuple[Fault, ...]:

@@ -31,7 +31,7 @@ from tests.simulation.collectives import Exchanges, distributed
 from tests.simulation.hosts import Job, NoOrphans, end_all
 from tests.simulation.modules import running, simulated_modules, world
 from tests.simulation.network import SELECTORS, Connections, Network, sockets
-from tests.simulation.scenario import OF_COORDINATOR, Fault, Kind, Scenario, draw
+from tests.simulation.scenario import MOVES, OF_COORDINATOR, Fault, Kind, Scenario, draw
 from tests.simulation.world import Stuck, World
 
 MOST_S = 600.0
@@ -49,6 +49,8 @@ class Outcome:
     events: int
     simulated_s: float
     generations: int
+    repeated: int
+    """Number of updates that replays and redo have repeated, over all ranks."""
     reason: str
 
 
@@ -186,7 +188,7 @@ def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None =
             simulation.say(f"VIOLATION: {violation}")
     return Outcome(
         seed, scenario, violation, simulation.trace, simulation.events, simulation.now, job.started + 1,
-        job.reason or "",
+        simulation.checks.repeated, job.reason or "",
     )  # fmt: skip
 
 
@@ -251,6 +253,11 @@ class Faults:
                 simulation.after(fault.for_s, partial(simulation.network.slow.discard, host.name))
             case Kind.CLOCK:
                 simulation.wall_offset_s += fault.for_s
+            case Kind.DRAIN:
+                job.drains[host.name] = "simulated"
+                simulation.after(fault.for_s, partial(job.take_back, host.name))
+            case Kind.MOVE:
+                job.drains[str(fault.target)] = "simulated"
         self._arm_first()
 
     def _lose_coordinator(self, fault: Fault) -> None:
@@ -269,7 +276,7 @@ class Faults:
         the nodes.
         """
         job, control = self.job, self.job.control
-        if fault.kind in (Kind.KILL, Kind.HANG, Kind.SLOW, Kind.CLOCK):
+        if fault.kind in (Kind.KILL, Kind.HANG, Kind.SLOW, Kind.CLOCK, *MOVES):
             return True
         is_cut = control.process.node in self.world.network.cut
         if is_cut or not control.process.is_alive or not control.server.is_in_office:

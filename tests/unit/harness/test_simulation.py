@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation import mutants
 from tests.simulation.__main__ import main
-from tests.simulation.scenario import draw
+from tests.simulation.scenario import Scenario, draw, with_moves
 from tests.simulation.simulate import simulate, stand_ins
 
 QUICK_SEEDS, SEEDS = 12, 60
@@ -40,6 +40,26 @@ def test_jobs_come_to_their_end_with_the_state_of_no_failure(seeds: range) -> No
     outcomes = [simulate(seed) for seed in seeds]
     assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
     assert sum(outcome.generations > 1 for outcome in outcomes) > len(seeds) / 4  # failures, and recoveries from them
+
+
+def test_planned_moves_alone_repeat_nothing() -> None:
+    """Drain nodes and ranks of jobs without faults: wherever a spare is free, the job goes on with the same state."""
+    outcomes = [simulate(seed, scenario=with_moves(draw(seed), seed, alone=True)) for seed in range(QUICK_SEEDS)]
+    assert [(outcome.seed, outcome.violation, outcome.reason) for outcome in outcomes if outcome.violation] == []
+    assert {outcome.repeated for outcome in outcomes if not has_parity(outcome.scenario)} == {0}
+    assert sum(outcome.generations > 1 for outcome in outcomes) > len(outcomes) / 4
+
+
+def has_parity(scenario: Scenario) -> bool:
+    return any(flag.startswith("parity") for flag in scenario.flags)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(QUICK_SEEDS), pytest.param(range(QUICK_SEEDS, SEEDS), marks=pytest.mark.full)], ids=len
+)
+def test_moves_between_faults_change_no_state(seeds: range) -> None:
+    outcomes = [simulate(seed, scenario=with_moves(draw(seed), seed)) for seed in seeds]
+    assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
 
 
 @pytest.mark.parametrize("seed", [16, 197, 2180, 30197, 30297])

@@ -5,21 +5,19 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable
 
 import pytest
 import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
-from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.coordinator import State
 from moevement_core.rendezvous.devices import CHECK_S
 from moevement_core.rendezvous.generation_keys import MOST_DELETED
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, LEASES_TO_LEAVE_DEVICES, RESET_GRACE_S
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
-    ACKNOWLEDGED,
     BLOCKS,
     GENERATION,
     GROUPS,
@@ -35,7 +33,7 @@ from moevement_core.rendezvous.roster import (
     UnusableDevice,
 )
 from moevement_core.rendezvous.values import Values, number_of
-from tests.values import LocalValues
+from tests.unit.rendezvous.job import Job
 
 KILLED = "was killed by signal 9"
 
@@ -43,67 +41,6 @@ KILLED = "was killed by signal 9"
 @pytest.fixture
 def values() -> Values:
     return Values()
-
-
-class Job:
-    """Coordinator and members without processes; time passes only in :meth:`passes`."""
-
-    def __init__(
-        self, values: Values, ranks: int, members: int, spare_timeout_s: float = 60.0, lease_s: float = 1e9
-    ) -> None:
-        self.values, self.reported = values, list[str]()
-        self.client, self.groups = LocalValues(values), dist.HashStore()
-        self.now = 0.0
-        self.coordinator = Coordinator(
-            values, ranks, spare_timeout_s, self.reported.append, lease_s=lease_s, clock=lambda: self.now,
-            groups=self.groups,
-        )  # fmt: skip
-        self.members: dict[int, Member] = {}
-        self.silent: set[int] = set()
-        for number in range(members):
-            self.join(number)
-
-    @property
-    def interrupted(self) -> tuple[int, int] | None:
-        """Newest interruption: the generation and the failed rank."""
-        if (text := self.values.read(INTERRUPTED)) is None:
-            return None
-        generation, record = text.split(" ")
-        return int(generation), int(record.partition(":")[0])
-
-    def join(self, number: int, node: str | None = None, devices: tuple[str, ...] = ()) -> None:
-        node = f"node{number // 2}" if node is None else node
-        self.members[number] = Member(self.client, MemberInfo(number, 1000 + number, "host", node, 0, devices))
-        self.members[number].join()
-        self.settle()
-
-    def settle(self, *, but: tuple[int, ...] = ()) -> None:
-        """Let the members of a proposed roster acknowledge it, except those in ``but`` and those that are silent."""
-        for _ in range(4):
-            self.coordinator.step()
-            if self.coordinator.state is State.PROPOSED:
-                roster = self.coordinator.roster
-                for number in set(roster.ranks.values()) - set(but) - self.silent:
-                    self.members[number]._generation = roster.generation
-                    self.members[number]._report(ACKNOWLEDGED, "")
-
-    def passes(self, seconds: float, alive: Iterable[int] = (), committed: int | None = None) -> None:
-        """Let time pass, in which the members in ``alive`` renew their leases and the coordinator steps often."""
-        end = self.now + seconds
-        while self.now < end - 1e-9:
-            self.now = min(end, self.now + 0.2)
-            self.coordinator.renew(dict.fromkeys(alive, committed))
-            self.coordinator.step()
-
-    def rank_of(self, number: int) -> int:
-        rank = self.coordinator.roster.rank_of(number)
-        assert rank is not None
-        return rank
-
-    def leave(self, *numbers: int, reason: str = "", committed: int = 0, suspects: tuple[int, ...] = ()) -> None:
-        for number in numbers:
-            self.members[number].leave(reason, committed, suspects=suspects)
-        self.settle()
 
 
 def test_a_roster_knows_when_the_job_first_committed(values: Values) -> None:
