@@ -1,0 +1,56 @@
+"""Nodes of a job under Slurm are drained one after the other; no iteration is repeated, and every bit is equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from tests.cluster.cluster import Cluster
+from tests.cluster.training import PP2_EP2, Training, assert_undisturbed, train
+
+FLAGS: dict[str, Any] = {**PP2_EP2, "train_iters": 5000, "moevement_lease_seconds": 5.0}
+
+
+def _drain(training: Training, node: str, to: str) -> None:
+    """Drain a node whose ranks have to move to ``to``, take that back, and wait until the node has spares."""
+    moves = len(training.events("failure"))
+    assert main(["drain", str(training.run_dir), node]) == 0
+    failure = training.wait_for_event("failure", moves + 1)[-1]
+    assert len(training.events("failure")) == moves + 1, "one regroup moves all ranks of a node"
+    assert training.ranks_on(to) == [2, 3]
+    recovery = failure["recovery"]
+    assert (recovery["replayed"], recovery["redone"], recovery["sources"]) == (0, 0, {"replica": 2})
+    print(f"{node} drained: {failure['noticed_by']}; {failure['parts']}")
+    before = training.iteration()
+    training.wait_for_iteration(before + 3)
+    assert main(["drain", str(training.run_dir), node, "--cancel"]) == 0
+    training.wait_for_spares(2)
+
+
+@pytest.mark.parametrize("moves", [2, pytest.param(10, marks=pytest.mark.full)])
+def test_ranks_move_between_nodes(moves: int, cluster: Cluster, tmp_path: Path) -> None:
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(6)
+    for move in range(moves):
+        _drain(training, *(("n2", "n3") if move % 2 == 0 else ("n3", "n2")))
+    training.end()
+    assert_undisturbed(training, **FLAGS)
+    assert [line["iteration"] for line in training.record.metrics()] == list(range(1, training.iteration() + 1))
+    assert "Traceback" not in training.job.text()
+
+
+@pytest.mark.full
+def test_a_node_is_lost_while_another_one_is_drained(cluster: Cluster, tmp_path: Path) -> None:
+    """Drain n2, and kill n1 as soon as the request stands: the job waits for processes, and loses no bit."""
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(6)
+    assert main(["drain", str(training.run_dir), "n2", "--no-wait"]) == 0
+    at = cluster.kill_node("n1")
+    cluster.restart_node("n1")
+    assert main(["drain", str(training.run_dir), "n2", "--cancel"]) == 0
+    training.resumes_after(at)
+    training.end()
+    assert_undisturbed(training, **FLAGS)
