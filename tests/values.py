@@ -45,6 +45,7 @@ class Holder:
         self.lease_s = 10.0
         self.given_up: set[int] = set()
         self.leaves: dict[int, int] = {}
+        self.unhealthy: dict[str, str] = {}
         self.alive: dict[int, int | None] = {}
         self.lost: list[int] = []
         self.dead: list[tuple[int, int, str]] = []
@@ -58,6 +59,9 @@ class Holder:
     def died(self, member: int, pid: int, how: str) -> int | None:
         self.dead.append((member, pid, how))
         return None
+
+    def node_health(self, supervisor: str, members: Iterable[int], reason: str) -> None:
+        self.unhealthy[supervisor] = reason
 
     def keep(self) -> None:
         pass

@@ -29,7 +29,7 @@ from moevement_core.launching.store_process import StoreProcess
 from moevement_core.launching.watch import ReplaceFailedRanks, UntilOneFails, Watch
 from moevement_core.launching.worker import TrainerKind
 from moevement_core.monitoring.endpoint import Endpoint, served_by
-from moevement_core.rendezvous.config import lease_seconds
+from moevement_core.rendezvous.config import HEALTH_CHECK, lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.relay import LocalUpstream, Relay
@@ -138,6 +138,8 @@ def launch_on_this_host(launch: Launch) -> int:
         job, else 1.
     """
     _check(launch)
+    if value_of(launch.argv, HEALTH_CHECK) is not None:
+        raise ConfigError(f"{HEALTH_CHECK}: this job has one host, and its ranks cannot move elsewhere; leave it out")
     try:
         argv, variables = read_once(launch.argv)
         return _run(replace(launch, argv=argv, variables=variables))

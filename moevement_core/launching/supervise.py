@@ -26,6 +26,7 @@ from moevement_core.comms.token import HOW, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import launch
 from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
+from moevement_core.launching.health_check import HealthCheck
 from moevement_core.launching.job_file import coordinator_of, has_ended
 from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
@@ -33,6 +34,7 @@ from moevement_core.launching.stand_by import stand_by
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import TrainerKind
 from moevement_core.monitoring.endpoint import SERVED, served_by
+from moevement_core.rendezvous.config import HEALTH_CHECK, HEALTH_S, HEALTH_SECONDS, health_seconds
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT, LeaseClient
 from moevement_core.rendezvous.relay import Relay
@@ -43,6 +45,7 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.util.environment import (
     FIRST_TASK_ENV,
     MEMBER_ENV,
+    NODE_ENV,
     REQUEUE_ENV,
     START_ENV,
     STORE_ENV,
@@ -260,6 +263,12 @@ def supervise(
                 program = Program(stand_by, (client.address, client.own_host, own_token()))
                 return Child("standby", program, {}, None)
 
+            command = launch.value_of(argv, HEALTH_CHECK)
+            health = None
+            if command is not None:
+                period = launch.value_of(argv, HEALTH_SECONDS)
+                period_s = HEALTH_S if period is None else health_seconds(period)
+                health = HealthCheck(command, os.environ.get(NODE_ENV, socket.gethostname()), period_s=period_s)
             running = _Task(
                 task,
                 client,
@@ -268,6 +277,7 @@ def supervise(
                 start_standby=start_standby,
                 newest=newest,
                 has_ended=lambda: has_ended(record, (client.address, client.other)),
+                health=health,
             )
             return running.run(signals)
         except Stopped as stopped:
@@ -293,8 +303,9 @@ class _Task:
         start_standby: Callable[[], Child],
         newest: Callable[[], tuple[str, int] | None],
         has_ended: Callable[[], bool] = lambda: False,
+        health: HealthCheck | None = None,
     ) -> None:
-        self._has_ended = has_ended
+        self._has_ended, self._health = has_ended, health
         self._client, self._task, self._relay = client, task, relay
         self._start_standby, self._newest = start_standby, newest
         self._standby: Child | None = None
@@ -315,6 +326,8 @@ class _Task:
         client, looked_at = self._client, -float("inf")
         signals.may_wind_down = True
         while True:
+            if self._health is not None:
+                client.unhealthy = self._health.reason
             self._supervisor.step()
             if client.stop is not None:
                 self._is_over = True
@@ -345,6 +358,8 @@ class _Task:
 
     def end(self) -> None:
         """End the processes that still run, and close the connection to the coordinator."""
+        if self._health is not None:
+            self._health.close()
         self._supervisor.end(0.0)
         self._client.close()
 

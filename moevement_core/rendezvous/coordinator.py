@@ -145,6 +145,10 @@ class Coordinator:
         self._respawns = Respawns(clock, respawn_wait_s)
         self._blocks = Blocks(values, report)
         self.drains = Drains(report)
+        self._asked: dict[str, str] = {}
+        """Requests of the user to drain nodes and ranks, as :meth:`drain` gets them."""
+        self._unhealthy: dict[str, tuple[str, str]] = {}
+        """Node and reason of each supervisor whose health check fails."""
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
         """Values that :meth:`keep` has compared last."""
@@ -318,11 +322,24 @@ class Coordinator:
         Returns:
             Targets whose request is carried out, or cannot be. The caller removes these requests.
         """
-        if self.roster.generation < 0:
-            return set()
-        self.drains.ask(asked, self.roster, self.members)
+        self._asked = dict(asked)
         done, self.drains.done = self.drains.done, set()
         return done
+
+    def node_health(self, supervisor: str, members: Iterable[int], reason: str) -> None:
+        """Note why the node of a supervisor is not healthy. It is drained until all its supervisors call it healthy.
+
+        Args:
+            supervisor: name of the supervisor.
+            members: its members.
+            reason: reason of the supervisor's health check; empty if it did not fail.
+        """
+        if not reason:
+            self._unhealthy.pop(supervisor, None)
+            return
+        node = next((self.members[member].node for member in members if member in self.members), None)
+        if node is not None:
+            self._unhealthy[supervisor] = node, reason
 
     def stop(self, reason: str, code: int = 1) -> None:
         """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches.
@@ -360,6 +377,9 @@ class Coordinator:
                 self._lose(member, "was drained", NoticedBy.DRAIN)
         if self.state in (State.STOPPED, State.DONE):
             return
+        if self.roster.generation >= 0:
+            asked = dict(sorted(self._unhealthy.values(), reverse=True)) | self._asked
+            self.drains.ask(asked, self.roster, self.members)
         if self._all_finished():
             self.state = State.DONE
             self._values.set(STOP, "")

@@ -71,6 +71,8 @@ class LeaseClient:
         """Members of this supervisor that the coordinator counts as dead."""
         self.leaves: dict[int, int] = {}
         """Members of this supervisor that are to give their rank back, each with the iteration after which it does."""
+        self.unhealthy = ""
+        """Reason for which the node is not healthy; empty if it is."""
         self.stop: dict[str, Any] | None = None
         """Reason and exit code of the ended job; None while it goes on."""
         self.is_winding_down = False
@@ -274,7 +276,7 @@ class LeaseClient:
         message: dict[str, Any] = {
             "beat": self._beat, "supervisor": self.name, "members": sorted(members), "alive": dict(alive),
             "lease_s": self._configured_lease_s, "started_by": self._started_by, "term": self.term.encode(),
-            "has_standby": self.has_standby,
+            "has_standby": self.has_standby, "unhealthy": self.unhealthy,
         }  # fmt: skip
         if self.resigns is not None:
             message["resigns"] = self.resigns.encode()

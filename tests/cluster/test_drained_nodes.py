@@ -54,3 +54,22 @@ def test_a_node_is_lost_while_another_one_is_drained(cluster: Cluster, tmp_path:
     training.resumes_after(at)
     training.end()
     assert_undisturbed(training, **FLAGS)
+
+
+@pytest.mark.full
+def test_a_node_whose_health_check_fails_drains_itself(cluster: Cluster, tmp_path: Path) -> None:
+    """Let the check of n2 fail: its ranks move to n3, and n2 has spares once the check succeeds again."""
+    check = f"test ! -e {tmp_path}/ill-$(hostname)"
+    training = train(cluster, tmp_path, **FLAGS, moevement_health_check=check, moevement_health_seconds=1.0)
+    training.wait_for_iteration(6)
+    (tmp_path / "ill-n2").touch()
+    failure = training.wait_for_event("failure")[0]
+    assert "health check" in failure["failures"][0]
+    assert (training.ranks_on("n3"), failure["recovery"]["replayed"]) == ([2, 3], 0)
+    (tmp_path / "ill-n2").unlink()
+    training.wait_for_spares(2)
+    (tmp_path / "ill-n3").touch()
+    training.wait_for_event("failure", 2)
+    assert training.ranks_on("n2") == [2, 3]
+    training.end()
+    assert_undisturbed(training, **FLAGS)

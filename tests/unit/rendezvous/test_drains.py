@@ -111,9 +111,25 @@ def test_a_drain_that_is_taken_back_moves_nobody() -> None:
 @pytest.mark.parametrize("target", ["n9", "2", "-1", "n1 "])
 def test_a_target_that_is_not_there_is_refused_and_forgotten(target: str) -> None:
     job = job_of(2, spares=["n2"])
-    assert job.coordinator.drain({target: "test"}) == {target}
-    job.coordinator.step()
+    ask(job, **{f"_{target}": "test"})
+    assert ask(job, **{f"_{target}": "test"}) == {target}
     assert job.coordinator.leaves == {}
+
+
+def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> None:
+    job = job_of(2, spares=["n2"])
+    job.coordinator.node_health("task 1", [1], "disk full")
+    job.coordinator.node_health("task 7", [], "")
+    job.coordinator.step()
+    assert job.coordinator.leaves == {1: COMMITTED + AHEAD}
+    leaves(job, 1)
+    assert "disk full" in job.coordinator.deaths[-1].how
+    job.coordinator.node_health("task 1", [], "disk still full")
+    job.join(9, node="n1")
+    assert job.coordinator.waiting() == []
+    job.coordinator.node_health("task 1", [9], "")
+    job.coordinator.step()
+    assert job.coordinator.waiting() == [9]
 
 
 def test_before_the_first_iteration_nobody_leaves() -> None:

@@ -45,7 +45,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "--moevement-load-iteration": NOT_NEGATIVE, "--moevement-keep-windows": Range(2),
         "--moevement-keep-windows-every": AT_LEAST_ONE,
     },
-    TimeoutsConfig: {"--moevement-peer-timeout": OR_ENDLESS, "--moevement-lease-seconds": Range(1.0)},
+    TimeoutsConfig: {
+        "--moevement-peer-timeout": OR_ENDLESS, "--moevement-lease-seconds": Range(1.0),
+        "--moevement-health-seconds": Range(1.0),
+    },
     DrillConfig: {
         "--moevement-wipe-at": AT_LEAST_ONE, "--moevement-inject-mtbf": OR_ENDLESS,
         "--moevement-inject-speedup": OR_ENDLESS,
