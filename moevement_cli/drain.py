@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from moevement_cli.waiting import waiting
 from moevement_core.errors import ConfigError
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.run.drain_requests import DrainRequests
+from moevement_core.rendezvous.drains import RANK
+from moevement_core.run.drain_requests import LOOK_S, MOST_REASON, DrainRequest, DrainRequests
 from moevement_core.util.words import counted
 
 POLL_S = 0.2
-MOST_REASON = 200
-"""Largest number of characters of a reason, which is part of log lines."""
+HEARD_S = 4 * LOOK_S
+"""Seconds within which the coordinator has read a request; until then, a spare of the node may still get a rank."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +29,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory of the job (--run-dir)")
     parser.add_argument(
-        "target", metavar="TARGET", nargs="?", help="the name of a node, or the number of a rank, as in ranks.json"
-    )
+        "target", metavar="TARGET", nargs="?",
+        help=f"name of a node, or number of a rank, as in ranks.json; {RANK}N if a node has this number as name",
+    )  # fmt: skip
     parser.add_argument("--reason", metavar="TEXT", default="asked by the user", help="reason for the log of the job")
     parser.add_argument("--cancel", action="store_true", help="take the request back; a node's processes become spares")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the ranks have moved")
@@ -41,42 +44,50 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the folder is no run directory of a running job, or the job has no such node or rank.
     """
-    requests = DrainRequests(arguments.run_dir)
-    if arguments.target is None:
+    requests, target = DrainRequests(arguments.run_dir), arguments.target
+    if not arguments.run_dir.is_dir():
+        raise ConfigError(f"{arguments.run_dir}: not a folder; give the run directory of a running job")
+    if target is None:
         if arguments.cancel:
             raise ConfigError("--cancel: give the node or the rank whose drain is to be taken back")
         _list(requests)
         return 0
     if arguments.cancel:
-        if not requests.remove(arguments.target):
-            raise ConfigError(
-                f"{arguments.target}: not drained in {arguments.run_dir}; the command without TARGET lists all"
-            )
-        print(f"{arguments.target} is not drained any more")
+        if target not in requests.standing() or not requests.remove(target):
+            raise ConfigError(f"{target!a}: not drained in {arguments.run_dir}; the command without TARGET lists all")
+        print(f"{target} is not drained any more")
         return 0
     reason = " ".join(arguments.reason.split())
     if not reason or len(reason) > MOST_REASON:
-        raise ConfigError(f"--reason {arguments.reason[:MOST_REASON]!r}: needs 1 to {MOST_REASON} characters")
+        raise ConfigError(f"--reason {arguments.reason[:MOST_REASON]!a}: needs 1 to {MOST_REASON} characters")
     job = _Job(arguments.run_dir)
-    ranks = job.ranks_on(arguments.target)
-    requests.add(arguments.target, reason)
+    is_node, ranks = job.is_node(target), job.ranks_on(target)
+    if not is_node and not ranks:
+        raise ConfigError(
+            f"{target!a}: the job has no such node or rank; its nodes: {job.nodes}; a job without --spares cannot be "
+            "drained"
+        )
+    requests.add(target, DrainRequest(reason, None if is_node else next(pid for _, pid in ranks)))
     if arguments.no_wait:
-        print(f"asked to drain {arguments.target}; moevement top {arguments.run_dir} shows when its ranks have moved")
+        print(f"asked to drain {target}; moevement top {arguments.run_dir} shows when its ranks have moved")
         return 0
+    asked_at = time.monotonic()
     with waiting(f"waiting until {counted(len(ranks), 'rank')} moved") as say:
-        while left := ranks & job.ranks_on(arguments.target, may_be_gone=True):
+        while (left := job.ranks_on(target) if is_node else ranks & job.ranks_on(target)) or (
+            is_node and time.monotonic() - asked_at < HEARD_S
+        ):
             say(f"waiting until {counted(len(left), 'rank')} moved")
             if job.has_ended:
                 raise ConfigError(f"{arguments.run_dir}: the job has ended before its ranks moved")
             time.sleep(POLL_S)
-    print(f"{counted(len(ranks), 'rank')} moved off {arguments.target}")
+    print(f"no rank is on node {target}" if is_node else f"{target} moved to another process")
     return 0
 
 
 def _list(requests: DrainRequests) -> None:
     standing = requests.standing()
-    for target, reason in standing.items():
-        print(f"{target}: {reason}")
+    for target, request in standing.items():
+        print(f"{target}: {request.reason}")
     if not standing:
         print("nothing is drained")
 
@@ -85,9 +96,7 @@ class _Job:
     """Running job, as its run directory shows it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._run = run_dir, WatchedRun(run_dir)
-        if not run_dir.is_dir():
-            raise ConfigError(f"{run_dir}: not a folder; give the run directory of a running job")
+        self._run = WatchedRun(run_dir)
         if self.has_ended:
             raise ConfigError(f"{run_dir}: no job runs here; give the run directory of a running job")
 
@@ -96,21 +105,25 @@ class _Job:
         self._run.update()
         return self._run.job is None or self._run.has_ended
 
-    def ranks_on(self, target: str, *, may_be_gone: bool = False) -> set[tuple[str, int]]:
-        """Return node and process id of each process with a rank that TARGET means.
+    @property
+    def nodes(self) -> str:
+        """Names of the nodes, for a message."""
+        return ", ".join(sorted({_node_of(entry) for entry in self._run.processes})) or "none yet"
 
-        Raises:
-            ConfigError: the job has no such node or rank.
-        """
+    def is_node(self, target: str) -> bool:
+        """Return True if a process of the job is on a node with this name."""
+        return any(_node_of(entry) == target for entry in self._run.processes)
+
+    def ranks_on(self, target: str) -> set[tuple[str, int]]:
+        """Return node and process id of each process with a rank that TARGET means."""
         self._run.update()
-        entries = [(entry.get("node", entry["host"]), entry) for entry in self._run.processes]
-        ranks = {(node, entry["pid"]): str(entry["rank"]) for node, entry in entries if entry["role"] == "active"}
-        nodes = {node for node, _ in entries}
-        chosen = {process for process, rank in ranks.items() if target in (rank, *process[:1])}
-        if not chosen and target not in nodes and not may_be_gone:
-            known = ", ".join(sorted(nodes)) or "none yet"
-            raise ConfigError(
-                f"{target}: the job has no such node or rank; its nodes: {known}; a job without --spares "
-                "cannot be drained"
-            )
-        return chosen
+        ranks = [entry for entry in self._run.processes if entry["role"] == "active"]
+        if self.is_node(target):
+            ranks = [entry for entry in ranks if _node_of(entry) == target]
+        else:
+            ranks = [entry for entry in ranks if str(entry["rank"]) == target.removeprefix(RANK)]
+        return {(_node_of(entry), entry["pid"]) for entry in ranks}
+
+
+def _node_of(entry: dict[str, Any]) -> str:
+    return str(entry.get("node", entry["host"]))

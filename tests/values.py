@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from moevement_core.rendezvous.drains import Leave
 from moevement_core.rendezvous.values import Values
 
 
@@ -44,7 +45,7 @@ class Holder:
     def __init__(self) -> None:
         self.lease_s = 10.0
         self.given_up: set[int] = set()
-        self.leaves: dict[int, int] = {}
+        self.leaves: dict[int, Leave] = {}
         self.unhealthy: dict[str, str] = {}
         self.alive: dict[int, int | None] = {}
         self.lost: list[int] = []

@@ -201,6 +201,9 @@ class _Coordination:
             values, options.ranks, options.spare_timeout_s, report, groups=of_groups(self._store, token),
             lease_s=place.lease_s,
         )  # fmt: skip
+        if self._drains is not None:  # A standby must not give ranks to a drained node.
+            self._drains.wait_for_first_look(place.lease_s / 4)
+            self._coordinator.drain(self._drains.standing)
         self._loop = CoordinatorLoop(
             self._coordinator, place.listener, values=values, term=place.term, token=token,
             on_wind_down=_report_wind_down, may_have_standby=options.has_standby, expected=place.expected,

@@ -19,8 +19,9 @@ from moevement_core import log
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.orphans import Orphans
 from moevement_core.rendezvous.coordinator import Coordinator
+from moevement_core.rendezvous.drains import Leave
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
-from moevement_core.util.exit_codes import BROKEN_DEVICE, DRAINED, REPLACES_ENV, USAGE_ERROR
+from moevement_core.util.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ERROR
 
 FIRST_BACK_OFF_S = 1.0
 """Seconds from a failed start of a process to the next start; the time doubles for each further failure in a row."""
@@ -45,8 +46,8 @@ class Link(Protocol):
         """Members that the coordinator counts as dead; the supervisor kills their processes if they still run."""
 
     @property
-    def leaves(self) -> Mapping[int, int]:
-        """Members that are to give their rank back, each with the iteration after which it does."""
+    def leaves(self) -> Mapping[int, Leave]:
+        """Members that are to give their rank back."""
 
     def died(self, member: int, pid: int, how: str) -> Any:
         """Report that the process of a member has ended.
@@ -87,8 +88,8 @@ class LocalLink:
         return self._coordinator.given_up
 
     @property
-    def leaves(self) -> Mapping[int, int]:
-        """Members that are to give their rank back, each with the iteration after which it does."""
+    def leaves(self) -> Mapping[int, Leave]:
+        """Members that are to give their rank back."""
         return self._coordinator.leaves
 
     def died(self, member: int, pid: int, how: str) -> int | None:
@@ -148,6 +149,8 @@ class Supervisor:
         self._pages: dict[int, StatusPage] = {}
         self._running: set[int] = set()
         self._stopped: set[int] = set()
+        self._was_asked: set[int] = set()
+        """Members that were asked to give their rank back."""
         self._looked_at = -float("inf")
         for member in first:
             self.start(member)
@@ -210,7 +213,7 @@ class Supervisor:
         self._running.discard(member)
         self._stopped.discard(member)
         self._pages.pop(member).close()
-        self._failed_starts = self._failed_starts + 1 if (child.code or 0) > 0 and child.code != DRAINED else 0
+        self._failed_starts = self._failed_starts + 1 if (child.code or 0) > 0 and member not in self._was_asked else 0
         if self._on_end(member, child):
             after_s = max(self._respawn_after_s, self._back_off_s())
             self._respawns.append((time.monotonic() + after_s, member, child))
@@ -246,7 +249,12 @@ class Supervisor:
         held_until = self._link.held_until
         for member in self._running:
             self._pages[member].hold_until(held_until)
-            self._pages[member].ask_to_leave(self._link.leaves.get(member))
+            leave = self._link.leaves.get(member)
+            if leave is None:
+                self._pages[member].ask_to_leave(None)
+            else:
+                self._was_asked.add(member)
+                self._pages[member].ask_to_leave(leave.after, leave.turn)
 
     def _fence(self) -> None:
         is_held = boot_time_s() < self._link.held_until
@@ -287,6 +295,6 @@ def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
         has_trained: True if the job has committed an iteration, or was formed without a rank for this process.
     """
     code = child.code or 0
-    if code in (BROKEN_DEVICE, DRAINED):  # The reason is this process's own.
+    if code == BROKEN_DEVICE:  # Other processes have other devices.
         return False
     return not has_trained and (code == USAGE_ERROR or (code > 0 and not has_begun))

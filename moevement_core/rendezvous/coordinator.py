@@ -20,7 +20,7 @@ from typing import Any
 from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
-from moevement_core.rendezvous.drains import Drains
+from moevement_core.rendezvous.drains import Drains, Leave
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
 from moevement_core.rendezvous.losses import Losses
@@ -53,6 +53,7 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.standing import STANDING, Standing
 from moevement_core.rendezvous.takeover import split_blocks, take_over
 from moevement_core.rendezvous.values import Values, number_of
+from moevement_core.run.drain_requests import DrainRequest
 
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
@@ -145,7 +146,13 @@ class Coordinator:
         self._respawns = Respawns(clock, respawn_wait_s)
         self._blocks = Blocks(values, report)
         self.drains = Drains(report)
-        self._asked: dict[str, str] = {}
+        self._left_nodes: set[str] = set()
+        """Nodes that ranks have left because they were drained; they get ranks last when the job is formed next."""
+        self._left_devices: set[str] = set()
+        """Devices that ranks have left because they were drained; nobody gets them when the job is formed next."""
+        self._has_no_other = False
+        """True if processes of drained nodes may take ranks, because no other spare came in time."""
+        self._asked: dict[str, DrainRequest] = {}
         """Requests of the user to drain nodes and ranks, as :meth:`drain` gets them."""
         self._unhealthy: dict[str, tuple[str, str]] = {}
         """Node and reason of each supervisor whose health check fails."""
@@ -223,8 +230,8 @@ class Coordinator:
         return self.membership.alive
 
     @property
-    def leaves(self) -> Mapping[int, int]:
-        """Members that are to give their rank back, each with the iteration after which it does."""
+    def leaves(self) -> Mapping[int, Leave]:
+        """Members that are to give their rank back."""
         return self.drains.leaves
 
     @property
@@ -282,8 +289,11 @@ class Coordinator:
         if (notice := self._values.reports(UNUSABLE_DEVICE).get(member)) is not None:
             how, noticed_by = self._take_back(node, UnusableDevice.decode(notice)), NoticedBy.DEVICE
         elif (text := self._values.reports(DRAINED).get(member)) is not None:
-            how, noticed_by = f"was drained ({self.drains.reason_of(self.members[member])}); {text}", NoticedBy.DRAIN
-            self._respawns.begins(node)
+            if noticed_by is not NoticedBy.SUPERVISOR:
+                self._respawns.begins(node)
+            reason = self.drains.reason_of(self.members[member]) if member in self.members else ""
+            how, noticed_by = f"was drained{f' ({reason})' if reason else ''}; {text}", NoticedBy.DRAIN
+            self._has_left(member, node)
         self.drains.left(member)
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
@@ -295,6 +305,13 @@ class Coordinator:
             self._interrupted()
             self._form_at = self._short_since = None  # A replacement only starts now, so waiting begins anew.
         return rank
+
+    def _has_left(self, member: int, node: str) -> None:
+        """Note the node and the device that a drained rank has left."""
+        self._left_nodes.add(node)
+        rank, info = self.roster.rank_of(member), self.members.get(member)
+        if rank is not None and info is not None and rank in self.roster.devices:
+            self._left_devices.add(identity(info, self.roster.devices[rank]))
 
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if flags and script have proved correct, so that an error of ``member`` need not end the job.
@@ -313,11 +330,11 @@ class Coordinator:
         """
         self.is_winding_down = True
 
-    def drain(self, asked: Mapping[str, str]) -> set[str]:
+    def drain(self, asked: Mapping[str, DrainRequest]) -> set[str]:
         """Take in the requests to drain nodes and ranks that stand now.
 
         Args:
-            asked: reason of each request, by its target: the name of a node, or the number of a rank as text.
+            asked: requests by their target; see :meth:`Drains.ask`.
 
         Returns:
             Targets whose request is carried out, or cannot be. The caller removes these requests.
@@ -378,8 +395,8 @@ class Coordinator:
         if self.state in (State.STOPPED, State.DONE):
             return
         if self.roster.generation >= 0:
-            asked = dict(sorted(self._unhealthy.values(), reverse=True)) | self._asked
-            self.drains.ask(asked, self.roster, self.members)
+            unhealthy = {node: DrainRequest(reason) for node, reason in sorted(self._unhealthy.values(), reverse=True)}
+            self.drains.ask(unhealthy | self._asked, self.roster, self.members)
         if self._all_finished():
             self.state = State.DONE
             self._values.set(STOP, "")
@@ -388,13 +405,8 @@ class Coordinator:
         elif self.state is State.RUNNING:
             self._generation_keys.delete_some()
             if self.drains.wants:
-                self.drains.look(
-                    self.roster,
-                    self.members,
-                    self._attempts.counts.committed,
-                    len(self.waiting()),
-                    is_elastic=self._elastic() is not None,
-                )
+                committed = -1 if self.is_winding_down else self._attempts.counts.here
+                self.drains.look(self.roster, self.members, committed, self._may_leave)
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
@@ -407,7 +419,8 @@ class Coordinator:
         list omits members on drained nodes. Once the job was formed, it also omits members for which no free device is
         left.
         """
-        free = [info for info in self._without_rank() if info.node not in self.drains.nodes]
+        may_use_all = self._has_no_other
+        free = [info for info in self._without_rank() if may_use_all or info.node not in self.drains.nodes]
         waiting = sorted(free, key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
             waiting = with_free_device(waiting, self._devices_in_use())
@@ -418,7 +431,15 @@ class Coordinator:
 
     def _devices_in_use(self) -> set[str]:
         ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
-        return {identity(info, number) for info, number in ranks if info is not None} | self._broken
+        in_use = {identity(info, number) for info, number in ranks if info is not None}
+        return in_use | self._broken | self._left_devices
+
+    def _may_leave(self, ranks: int) -> bool:
+        """Return True if the job goes on if ``ranks`` ranks leave now."""
+        free, world = len(self.waiting()), len(self.roster.ranks)
+        if (grid := self._elastic()) is not None:
+            return grid.units(min(world - ranks + free, self._ranks)) > 0
+        return free >= ranks
 
     @property
     def population(self) -> tuple[Any, ...]:
@@ -540,7 +561,7 @@ class Coordinator:
     def _take_over(self, missing: Sequence[int], survivors: Mapping[int, int], spares: Sequence[int]) -> dict[int, int]:
         kept = {rank: self.members[member].node for rank, member in survivors.items()}
         waiting = [self.members[member] for member in spares]
-        avoided = self._suspect_nodes | self.membership.silent_nodes()
+        avoided = self._suspect_nodes | self.membership.silent_nodes() | self._left_nodes
         return take_over(
             missing, kept, before=self.roster.nodes, waiting=waiting, block=self._blocks.size, avoided=avoided
         )
@@ -559,7 +580,8 @@ class Coordinator:
         nodes = {rank: self.members[member].node for rank, member in ranks.items()}
         new = split_blocks(nodes, block) - split_blocks(before, block)
         expected = {before[rank] for rank in missing if rank // block in new}
-        expected = {node for node in expected - self._suspect_nodes if self._respawns.is_expected(node)}
+        expected -= self._suspect_nodes | self._left_nodes | self.drains.nodes.keys()
+        expected = {node for node in expected if self._respawns.is_expected(node)}
         if expected and not self.waits_for_respawn:
             where = ", ".join(sorted(expected))
             self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")
@@ -702,6 +724,7 @@ class Coordinator:
 
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
+        self._left_nodes, self._left_devices, self._has_no_other = set(), set(), False
         members = {rank: self.members[member] for rank, member in ranks.items()}
         # A survivor keeps its device even if its rank has changed.
         device_of = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
@@ -768,11 +791,17 @@ class Coordinator:
         if self._short_since is None:
             self._short_since = self._clock()
             idle = len(self._without_rank()) - len(self.waiting())
-            why = f"{_processes(idle)} no working device" if idle else "no spare is left"
+            drained = sum(info.node in self.drains.nodes for info in self._without_rank())
+            why = f"{_processes(idle)} no working device" if idle > drained else "no spare is left"
+            why += f" outside of drained nodes ({', '.join(sorted(self.drains.nodes))})" if drained else ""
             self._report(
                 f"{why}; waiting up to {self._spare_timeout_s:g} s for processes to start (number needed: {missing})"
             )
         elif self._clock() - self._short_since > self._spare_timeout_s:
+            if self.drains.nodes and not self._has_no_other:
+                self._has_no_other, self._short_since = True, None
+                self._report("no spare came, so processes on drained nodes may take ranks")
+                return
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")
 
 

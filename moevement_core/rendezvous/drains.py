@@ -3,13 +3,18 @@
 The user names a node or a rank. The coordinator waits until there are spares elsewhere. Then it gives each rank that
 has to leave the same boundary, which no rank has reached yet. At this boundary, a leaving rank hands its whole state to
 a peer, gives its rank back, and a spare takes over with that state. So no iteration is repeated.
+
+A peer that leaves at the same boundary would take the state with it. So the ranks of one node leave at a time, and
+ranks whose peers are all on their own node leave one after the other (:attr:`Leave.turn`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from moevement_core.rendezvous.roster import MemberInfo, Roster
+from moevement_core.run.drain_requests import DrainRequest
 
 AHEAD = 2
 """Number of iterations from the newest committed one to the boundary at which ranks leave.
@@ -17,6 +22,18 @@ AHEAD = 2
 All ranks are within one iteration of each other, and the request takes a renewal of the lease to arrive. A rank that
 learns of the boundary after it has passed it leaves at its next one; then the job forms twice.
 """
+RANK = "rank:"
+"""Prefix of the target of a request to drain a rank, for jobs whose nodes have numbers as names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Boundary at which a member gives its rank back."""
+
+    after: int
+    """Iteration after which the member leaves."""
+    turn: int
+    """Number of members of the same node that are to leave before this one if they have no peer on another node."""
 
 
 class Drains:
@@ -29,14 +46,14 @@ class Drains:
     def __init__(self, report: Callable[[str], None]) -> None:
         self.nodes: dict[str, str] = {}
         """Nodes to drain, each with the reason. No process on such a node gets a rank."""
-        self.leaves: dict[int, int] = {}
-        """Members that have to leave, each with the iteration after which it leaves."""
+        self.leaves: dict[int, Leave] = {}
+        """Members that have to leave now."""
         self.done: set[str] = set()
-        """Ranks, as text, that were asked for and have left; the caller forgets these requests."""
+        """Targets of requests that are carried out, or cannot be; the caller forgets these requests."""
         self._report = report
         self._members: dict[int, tuple[str, str]] = {}
-        """Members that were asked to leave by the number of their rank: that number as text, and the reason."""
-        self._asked: dict[str, str] = {}
+        """Members that have to leave a rank that was named: the target of the request, and its reason."""
+        self._asked: dict[str, DrainRequest] = {}
         self._said = ""
 
     @property
@@ -44,45 +61,51 @@ class Drains:
         """True if some rank or node is drained."""
         return bool(self.nodes or self._members)
 
-    def ask(self, asked: Mapping[str, str], roster: Roster, members: Mapping[int, MemberInfo]) -> None:
+    def ask(self, asked: Mapping[str, DrainRequest], roster: Roster, members: Mapping[int, MemberInfo]) -> None:
         """Take in the requests that stand now.
 
         Args:
-            asked: reason of each request, by its target: the name of a node, or the number of a rank as text. A target
-                that is missing here is no longer drained.
+            asked: requests by target: the name of a node, or the number of a rank, with or without :data:`RANK`. A
+                target that is missing here is no longer drained.
             roster: newest roster.
             members: members that live.
         """
-        if asked == self._asked:
-            return
-        for target in asked.keys() - self._asked.keys():
-            self._begin(target, asked[target], roster, members)
+        for target, request in asked.items():
+            if target in self.nodes:
+                self.nodes[target] = request.reason
+            elif request != self._asked.get(target):
+                self._begin(target, request, roster, members)
         for target in self._asked.keys() - asked.keys():
             self._cancel(target)
         self._asked = dict(asked)
         self.leaves = {
-            member: at for member, at in self.leaves.items() if member in members and self.reason_of(members[member])
-        }
+            member: leave for member, leave in self.leaves.items()
+            if member in members and self.reason_of(members[member])
+        }  # fmt: skip
 
-    def _begin(self, target: str, reason: str, roster: Roster, members: Mapping[int, MemberInfo]) -> None:
-        if any(info.node == target for info in members.values()):
-            self.nodes[target] = reason
-            self._report(f"node {target} is drained ({reason}); its ranks move to spares of other nodes")
-        elif target.isdecimal() and (member := roster.ranks.get(int(target))) is not None:
-            self._members[member] = target, reason
-            self._report(f"rank {target} is drained ({reason}); it moves to a spare")
-        else:
-            self._report(f"drain {target}: the job has no such node or rank; ranks.json lists both")
+    def _begin(self, target: str, request: DrainRequest, roster: Roster, members: Mapping[int, MemberInfo]) -> None:
+        is_node = any(info.node == target for info in members.values())
+        number = target.removeprefix(RANK)
+        if is_node or not number.isdecimal():
+            self.nodes[target] = request.reason  # also a node that is down now, and may come back
+            self._report(f"node {target} is drained ({request.reason}); its ranks move to spares of other nodes")
+            return
+        info = members.get(roster.ranks.get(int(number), -1))
+        if info is None or request.pid not in (None, info.pid):
+            self._report(f"drain {target}: the process that had this rank has it no more, or the job has no such rank")
             self.done.add(target)
+            return
+        self._members[info.member] = target, request.reason
+        self._report(f"rank {number} is drained ({request.reason}); it moves to a spare")
 
     def _cancel(self, target: str) -> None:
-        kept = [member for member, (rank, _) in self._members.items() if rank == target]
-        for member in kept:
+        leaving = [member for member, (asked, _) in self._members.items() if asked == target]
+        for member in leaving:
             del self._members[member]
         if self.nodes.pop(target, None) is not None:
             self._report(f"node {target} is not drained any more; its processes are spares")
-        elif kept:
-            self._report(f"rank {target} is not drained any more")
+        elif leaving:
+            self._report(f"{target} is not drained any more")
 
     def reason_of(self, info: MemberInfo) -> str:
         """Return the reason for which a member has to leave; empty if it need not leave."""
@@ -95,33 +118,37 @@ class Drains:
             self.done.add(asked[0])
 
     def look(
-        self, roster: Roster, members: Mapping[int, MemberInfo], committed: int, spares: int, *, is_elastic: bool
+        self, roster: Roster, members: Mapping[int, MemberInfo], committed: int, is_enough: Callable[[int], bool]
     ) -> None:
-        """Decide which members leave, and when; called while the job trains.
+        """Decide which members leave now, and when; called while the job trains.
 
         Args:
             roster: roster of the ranks that train.
             members: members that live.
-            committed: newest iteration that a rank has committed; -1 for none.
-            spares: number of members that can take a rank, without those of drained nodes.
-            is_elastic: True if the job can go on with fewer ranks.
+            committed: newest iteration that a rank has committed since the job was formed; -1 for none.
+            is_enough: says for a number of ranks whether the job goes on if so many ranks leave.
         """
-        leaving = {
-            member: rank for rank, member in roster.ranks.items()
+        leaving = [
+            members[member] for _, member in sorted(roster.ranks.items())
             if member in members and self.reason_of(members[member])
-        }  # fmt: skip
-        self.leaves = {member: at for member, at in self.leaves.items() if member in leaving}
-        if not leaving or committed < 0 or leaving.keys() <= self.leaves.keys():
-            return
-        if len(leaving) > spares and not is_elastic:
+        ]  # fmt: skip
+        # Ranks that leave already come first, and the other ranks of their node leave with them.
+        leaving.sort(key=lambda info: info.member not in self.leaves)
+        group = [info.member for info in leaving if info.node == leaving[0].node]
+        if not group or committed < 0:
+            self.leaves = {}
+        elif not is_enough(len(group)):
+            self.leaves = {}
             self._say(
-                f"the drain waits for spares outside of drained nodes: needs {len(leaving)}, has {spares}; start "
-                "processes on other nodes, or take the drain back"
+                f"the drain of {len(group)} ranks of node {leaving[0].node} waits for spares outside of drained nodes; "
+                "start processes on other nodes, or take the drain back"
             )
-            return
-        self._said = ""
-        at = max([committed + AHEAD, *self.leaves.values()])
-        self.leaves |= {member: at for member in leaving if member not in self.leaves}
+        else:
+            self._said = ""
+            self.leaves = {
+                member: Leave(self.leaves[member].after if member in self.leaves else committed + AHEAD, turn)
+                for turn, member in enumerate(group)
+            }
 
     def _say(self, text: str) -> None:
         if text != self._said:

@@ -17,6 +17,7 @@ from typing import Any
 from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.drains import Leave
 from moevement_core.rendezvous.office import FIRST_TERM, Term
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.values import RequestKind, Watcher, in_lines
@@ -69,8 +70,8 @@ class LeaseClient:
         """Time at which the leases of this supervisor's processes end, in seconds of the boot-time clock."""
         self.given_up: set[int] = set()
         """Members of this supervisor that the coordinator counts as dead."""
-        self.leaves: dict[int, int] = {}
-        """Members of this supervisor that are to give their rank back, each with the iteration after which it does."""
+        self.leaves: dict[int, Leave] = {}
+        """Members of this supervisor that are to give their rank back."""
         self.unhealthy = ""
         """Reason for which the node is not healthy; empty if it is."""
         self.stop: dict[str, Any] | None = None
@@ -353,7 +354,7 @@ class LeaseClient:
         if (sent_at := self._sent_at.get(beat)) is not None:
             self.held_until = max(self.held_until, sent_at + self.lease_s)
         self.given_up |= set(answer["given_up"])
-        self.leaves = {int(member): int(at) for member, at in answer.get("leaves", {}).items()}
+        self.leaves = {int(member): Leave(int(after), int(turn)) for member, after, turn in answer.get("leaves", ())}
         self.is_winding_down = bool(answer.get("wind_down", False))
         self.generation = int(answer.get("generation", -1))
         self.has_trained = bool(answer.get("has_trained", False))

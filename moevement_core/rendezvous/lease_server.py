@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
+from moevement_core.rendezvous.drains import Leave
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.mirror import MESSAGES_IN_LEASE, Mirror
 from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
@@ -40,8 +41,8 @@ class LeaseHolder(Protocol):
     given_up: set[int]
 
     @property
-    def leaves(self) -> Mapping[int, int]:
-        """Members that are to give their rank back, each with the iteration after which it does."""
+    def leaves(self) -> Mapping[int, Leave]:
+        """Members that are to give their rank back."""
 
     def renew(self, members: Mapping[int, int | None]) -> None:
         """Renew the leases of ``members``; the value is the newest iteration that the member has committed."""
@@ -267,7 +268,9 @@ class LeaseServer:
         answer = {
             "beat": message["beat"], "lease_s": self._holder.lease_s,
             "given_up": sorted(members & self._holder.given_up),
-            "leaves": {str(member): at for member, at in self._holder.leaves.items() if member in members}, **fields,
+            "leaves": [
+                (member, leave.after, leave.turn) for member, leave in self._holder.leaves.items() if member in members
+            ], **fields,
             "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip

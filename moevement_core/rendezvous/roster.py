@@ -166,6 +166,11 @@ class Death:
     """Time at which the member was last known to live, in seconds since the epoch."""
 
 
+def is_drained(death: Death) -> bool:
+    """Return True if a death was a planned move (``moevement drain``), and no failure."""
+    return death.noticed_by == NoticedBy.DRAIN
+
+
 @dataclass(frozen=True)
 class RosterShard:
     """Entries of a roster for the members of one shard, by rank; see :class:`Roster`."""

@@ -20,19 +20,25 @@ PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
 
 The variable is unset in a process without a supervisor; the lease of such a process never ends.
 """
-_FIELDS = struct.Struct("<dqqqq")
+_FIELDS = struct.Struct("<dqqqqq")
 """Fields of the page, in this order:
 
 - end of the lease, in seconds of the boot-time clock;
 - newest committed iteration;
 - 1 if the job is to end at the next boundary between iterations, else 0;
 - 1 if a process that has just been started is to idle before it runs its script, else 0;
-- iteration after which the process gives its rank back.
+- iteration after which the process gives its rank back, plus 1; 0 if it keeps its rank;
+- number of processes that give their rank back before this one if they have no peer on another node.
+
+Struct stores a field byte by byte, so that the other process may read half of it. The last two fields, on which a
+process acts at once, are stored as whole words.
 """
-_COMMITTED, _WINDS_DOWN, _WAITS, _LEAVES = 8, 16, 24, 32
-"""Offsets in bytes of the second to fifth field of the page."""
+_COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
+"""Offsets in bytes of the second, third and fourth field of the page."""
+_LEAVES, _TURN = 4, 5
+"""Numbers of the last two fields, counted in words of eight bytes."""
 _NOTHING = -1
-"""Value of the committed iteration before the first commit, and of the last field if the process keeps its rank."""
+"""Value of the committed iteration before the first commit."""
 POLL_S = 0.02
 """Seconds between two checks of the lease while a process waits because its lease has run out."""
 
@@ -55,7 +61,7 @@ class StatusPage:
     def __init__(self, path: str | Path | None = None) -> None:
         self._file: MemoryFile | None = None
         if path is None:
-            page = _FIELDS.pack(float("inf"), _NOTHING, 0, 0, _NOTHING)
+            page = _FIELDS.pack(float("inf"), _NOTHING, 0, 0, 0, 0)
             self._file = MemoryFile("moevement-status", page)
             path = self._file.path
         self.path = str(path)
@@ -63,6 +69,7 @@ class StatusPage:
         descriptor = os.open(path, os.O_RDWR)
         try:
             self._memory = mmap.mmap(descriptor, _FIELDS.size)
+            self._words = memoryview(self._memory).cast("q")
         finally:
             os.close(descriptor)
 
@@ -86,9 +93,17 @@ class StatusPage:
         """Tell a process that has just been started to idle (``waits``), or else to run its script."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 
-    def ask_to_leave(self, iteration: int | None) -> None:
-        """Ask the process to give its rank back after ``iteration``; None: take the request back."""
-        struct.pack_into("<q", self._memory, _LEAVES, _NOTHING if iteration is None else iteration)
+    def ask_to_leave(self, iteration: int | None, turn: int = 0) -> None:
+        """Ask the process to give its rank back after ``iteration``; None: take the request back.
+
+        Args:
+            iteration: iteration after which the process leaves.
+            turn: number of processes of the node that leave before this one if they have no peer on another node.
+        """
+        leaves = 0 if iteration is None else iteration + 1
+        if (leaves, turn) != (self._words[_LEAVES], self._words[_TURN]):
+            self._words[_TURN] = turn
+            self._words[_LEAVES] = leaves
 
     @property
     def committed(self) -> int | None:
@@ -114,8 +129,12 @@ class StatusPage:
 
     def leaves_after(self, iteration: int) -> bool:
         """Return True if this process is to give its rank back now that it has committed ``iteration``."""
-        last = int(struct.unpack_from("<q", self._memory, _LEAVES)[0])
-        return last != _NOTHING and iteration >= last
+        return 0 < self._words[_LEAVES] <= iteration + 1
+
+    @property
+    def leaving_before(self) -> int:
+        """Number of processes of the node that leave before this one if they have no peer on another node."""
+        return self._words[_TURN]
 
     @property
     def is_held(self) -> bool:

@@ -31,6 +31,11 @@ class PeerStore(ABC):
         """Key of this store's memory in the :class:`~moevement_core.replication.allowance.Allowance`."""
         return self.source
 
+    @property
+    def key_of_handover(self) -> Who:
+        """Key of the memory of :attr:`handed_over` in the allowance."""
+        return f"state of rank {self.source}"
+
     floor: int | None = None
     """Iteration of the oldest snapshot that the store accepts; None if it accepts any.
 

@@ -137,12 +137,13 @@ class Receiver(ABC):
         store, nbytes = self.store, message.payload_bytes
         try:
             header = Receiver._checked(self, Header.decode(data.numpy().tobytes()), message)
-            if self._allowance.left_for(store.key) - self._room_bytes() < nbytes:
+            if not self._allowance.take(store.key_of_handover, nbytes):
                 raise SnapshotError(f"this rank has no {nbytes / 1e9:.3f} GB of host memory left for it")
             room = Buffer(torch.empty(nbytes, dtype=torch.uint8))
         except (SnapshotError, RuntimeError) as error:  # torch raises a RuntimeError if the host has too little memory
             self._report(f"refused the state of rank {store.source}, which leaves: {_first_line(error)}")
             return MessageKind.REFUSED
+        store.handed_over = None  # an earlier state, from a recovery that was interrupted
         self._say(MessageKind.GO, message.iteration)
         for piece in room.pieces(0, nbytes):
             self._transport.receive(store.source, TO_PEER, piece)

@@ -185,7 +185,6 @@ class Sender:
         """
         handover = _Handover(snapshot, threading.Event())
         self._is_leaving = True
-        self._transport.pace(self.peer, TO_PEER, math.inf)
         self._jobs.put(handover)
         deadline_s = time.monotonic() + timeout_s
         while not handover.ended.wait(STEP_S):
@@ -295,7 +294,7 @@ class Sender:
         Returns:
             Last answer of the peer; None if this rank freed the snapshot before the peer had memory for it.
         """
-        while (snapshot := delivery.begin()) is not None:
+        while not self._is_leaving and (snapshot := delivery.begin()) is not None:
             try:
                 self._say_urgent()  # a full peer may have free memory after a DROP or OPEN
                 began_s, paused_s = time.perf_counter(), self._paused_s
@@ -315,6 +314,7 @@ class Sender:
         return None
 
     def _hand_over(self, snapshot: Snapshot) -> bool:
+        self._set_rate()
         for _ in range(ATTEMPTS):
             packed, pieces = snapshot.packed()
             answer = self._announce(MessageKind.HANDOVER, snapshot.iteration, packed).kind
@@ -398,7 +398,7 @@ class Sender:
 
     def _set_rate(self) -> float:
         """Choose the rate of the next send, limit the connection to it, and return it in bytes per second."""
-        rate = self.spread.bytes_per_s(self._delivered - self._taken)
+        rate = math.inf if self._is_leaving else self.spread.bytes_per_s(self._delivered - self._taken)
         if rate != self._bytes_per_s:
             self._transport.pace(self.peer, TO_PEER, rate)
             self._bytes_per_s = rate

@@ -1,20 +1,35 @@
 """Requests to drain a node or a rank, as files in the run directory.
 
-``moevement drain`` writes a file, and the coordinator reads the folder. A file stays until the drained rank has left
-its process, or, for a node, until the user takes the request back.
+``moevement drain`` writes a file, and the coordinator reads the folder. The file of a rank stays until the rank has
+left its process; the file of a node stays until the user takes the request back.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from moevement_core import log
+
 LOOK_S = 0.5
 """Seconds between two looks at the folder."""
+MOST_REASON = 200
+"""Largest number of characters of a reason, which is part of log lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequest:
+    """Request to drain a node or a rank."""
+
+    reason: str
+    pid: int | None = None
+    """Process that had the rank when the request was made; None for a node, or if it is not known."""
 
 
 class DrainRequests:
@@ -26,9 +41,10 @@ class DrainRequests:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "drains"
-        """Folder with a file for each request. The name of the file is the target, its content the reason."""
+        """Folder with a file for each request. The name of the file is the target."""
+        self._reported: set[str] = set()
 
-    def add(self, target: str, reason: str) -> None:
+    def add(self, target: str, request: DrainRequest) -> None:
         """Ask to drain ``target``: the name of a node, or the number of a rank.
 
         Raises:
@@ -37,36 +53,59 @@ class DrainRequests:
         self.folder.mkdir(exist_ok=True)
         path = self._path(target)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(reason, encoding="utf-8")
+        unfinished.write_text(json.dumps(asdict(request)), encoding="utf-8")
         unfinished.replace(path)
 
-    def remove(self, target: str) -> bool:
+    def remove(self, target: str, request: DrainRequest | None = None) -> bool:
         """Take a request back; return False if there is none.
+
+        Args:
+            target: target of the request.
+            request: the request; another one for the same target stays. None for any request.
 
         Raises:
             OSError: the folder cannot be written.
         """
+        path = self._path(target)
+        if request is not None and path.is_file() and _decoded(path.read_text(encoding="utf-8")) != request:
+            return False
         try:
-            self._path(target).unlink()
+            path.unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def standing(self) -> dict[str, str]:
-        """Return the reason of each request, by target.
+    def standing(self) -> dict[str, DrainRequest]:
+        """Return the requests by target. An entry of the folder that is not readable is reported once, and left out.
 
         Raises:
             OSError: the folder cannot be read.
         """
         requests = {}
         for name in sorted(os.listdir(self.folder)) if self.folder.is_dir() else ():
-            if not name.startswith("."):
-                with suppress(FileNotFoundError, UnicodeDecodeError):  # removed meanwhile, or no file of this class
-                    requests[unquote(name)] = (self.folder / name).read_text(encoding="utf-8").strip()
+            if name.startswith("."):
+                continue
+            try:
+                requests[unquote(name)] = _decoded((self.folder / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except (OSError, ValueError) as error:
+                if name not in self._reported:
+                    self._reported.add(name)
+                    log.warning(f"{self.folder / name}: no request to drain ({error})")
         return requests
 
     def _path(self, target: str) -> Path:
         return self.folder / quote(target, safe="")
+
+
+def _decoded(text: str) -> DrainRequest:
+    """Return the request in a file; a file without JSON, written by hand, has only the reason."""
+    try:
+        fields = json.loads(text)
+        return DrainRequest(str(fields["reason"])[:MOST_REASON], fields["pid"])
+    except (ValueError, KeyError, TypeError):
+        return DrainRequest(" ".join(text.split())[:MOST_REASON] or "no reason given")
 
 
 class DrainWatch:
@@ -77,25 +116,35 @@ class DrainWatch:
     """
 
     def __init__(self, requests: DrainRequests) -> None:
-        self.standing: Mapping[str, str] = {}
-        """Reason of each request, by target, at the last look."""
+        self.standing: Mapping[str, DrainRequest] = {}
+        """Requests by target, at the last look."""
         self._requests = requests
-        self._done: set[str] = set()
-        self._ends = threading.Event()
+        self._done: dict[str, DrainRequest] = {}
+        self._has_looked, self._ends = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="moevement-drains", daemon=True)
         self._thread.start()
 
+    def wait_for_first_look(self, timeout_s: float) -> None:
+        """Wait until the requests are known, for at most ``timeout_s`` seconds."""
+        self._has_looked.wait(timeout_s)
+
     def is_done(self, targets: set[str]) -> None:
         """Remove requests that are carried out, or cannot be."""
-        self._done |= targets
+        for target in targets:
+            if (request := self.standing.get(target)) is not None:
+                self._done[target] = request
 
     def close(self) -> None:
         """End the thread; do not wait for a disk that does not answer."""
         self._ends.set()
 
     def _run(self) -> None:
-        while not self._ends.wait(LOOK_S):
+        while True:
             with suppress(OSError):  # The disk may come back.
-                while self._done:
-                    self._requests.remove(self._done.pop())
+                for target, request in list(self._done.items()):
+                    self._requests.remove(target, request)
+                    self._done.pop(target, None)
                 self.standing = self._requests.standing()
+            self._has_looked.set()
+            if self._ends.wait(LOOK_S):
+                return

@@ -15,6 +15,7 @@ from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.schedule import ScheduleHistory, decided_at, is_other_window
+from moevement_core.rendezvous.roster import is_drained
 from moevement_core.replication.allowance import Allowance
 from moevement_core.restart.generation import generation
 from moevement_core.run.events import Planned
@@ -297,6 +298,13 @@ class Saving:
         stores = reversed(self.checkpointer.replicator.stores)
         return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
+    def forget_handed_over(self) -> None:
+        """Free the states that ranks which left have handed to this rank; called when training resumes."""
+        for store in self.checkpointer.replicator.stores:
+            if store.handed_over is not None:
+                store.handed_over = None
+                self.allowance.keep(store.key_of_handover, 0)
+
     def rewire(self, policy: Policy) -> None:
         """Continue in a new generation. Survivors call it when replacements create their :class:`Saving`.
 
@@ -304,7 +312,9 @@ class Saving:
             policy: policy on which the ranks of the stage agreed. A failure may have interrupted some of them within a
                 decision, so their own policies may differ.
         """
-        self._go_by(replace(policy, failures=policy.failures + 1))
+        now = generation()
+        is_planned = now is not None and bool(now.roster.deaths) and all(map(is_drained, now.roster.deaths))
+        self._go_by(policy if is_planned else replace(policy, failures=policy.failures + 1))
         checkpointer = self.checkpointer
         self.topology = self.windows.topology = self.disk.topology = connect(
             self._config, self._binding, self.topology, is_running=True

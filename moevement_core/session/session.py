@@ -65,7 +65,7 @@ class Session:
     ) -> None:
         self.binding, self.saving, self.snapshots_before = binding, saving, snapshots_before
         self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
-        self._is_elastic = config.elastic.is_elastic
+        self._is_elastic, self._lease_s = config.elastic.is_elastic, config.timeouts.lease_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
         self.commit.updating = saving.checkpointer.mark_gradients
@@ -120,7 +120,7 @@ class Session:
         if saving.has_persisted:
             self.snapshots_before = ()
         injection.at(Phase.START)
-        leave_if_asked(saving, committed, self._peer_timeout_s, may_hand_over=self._may_hand_over)
+        leave_if_asked(saving, committed, self._lease_s, may_hand_over=self._may_hand_over)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if isinstance(saving.windows.strategy, LosesUpdates):
@@ -260,8 +260,7 @@ class Session:
 
         Every rank calls it before the first iteration after a failure.
         """
-        for store in self.saving.checkpointer.replicator.stores:
-            store.handed_over = None
+        self.saving.forget_handed_over()
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)

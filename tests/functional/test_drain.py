@@ -27,7 +27,7 @@ import train
 original = train.Trainer.forward_backward
 
 def forward_backward(self, iteration):
-    time.sleep(0.1)
+    time.sleep(0.08)
     original(self, iteration)
 
 train.Trainer.forward_backward = forward_backward
@@ -35,7 +35,7 @@ train.main()
 """
 MEGATRON: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "pipeline_model_parallel_size": 2,
-    "train_iters": 24,
+    "train_iters": 90,
 }  # fmt: skip
 
 
@@ -74,10 +74,10 @@ class Job:
         named = [re.findall(r"\brank (\d+)\b", text)[0] for event in failures for text in event["failures"]]
         assert named == [str(rank) for rank in ranks]
         for event in failures:
-            assert event["noticed_by"].startswith("drain"), event
+            assert "drain" in event["noticed_by"], event
             recovery = event["recovery"]
             assert (recovery["replayed"], recovery["redone"], recovery["recomputed"]) == (0, 0, 0)
-            assert recovery["sources"] == {"replica": 1}
+            assert recovery["sources"]["replica"] == sum(recovery["sources"].values()) == 1
         iterations = [line["iteration"] for line in self.record.metrics()]
         assert iterations == list(range(1, len(iterations) + 1))
 
@@ -85,16 +85,17 @@ class Job:
 def torch_words(folder: Path, *words: str) -> list[str]:
     script = folder / "paced.py"
     script.write_text(PACED.format(example=str(EXAMPLE)))
-    return ["--trainer", "torch", str(script), "--moevement-window", "3", "--iterations", "60", *words]
+    return ["--trainer", "torch", str(script), "--moevement-window", "3", "--iterations", "110", *words]
 
 
+@pytest.mark.slow("a process starts again, and takes the second rank")
 def test_ranks_of_a_trainer_in_plain_torch_move_one_after_the_other(tmp_path: Path) -> None:
     """Move both ranks of a job, each to the process that is the spare by then."""
-    code, out, err = finished(
-        launch("--nproc", "2", "--spares", "0", *torch_words(tmp_path), "--run-dir", str(tmp_path / "free"))
-    )
+    words = torch_words(tmp_path)
+    unpaced = [str(EXAMPLE / "train.py") if word.endswith(".py") else word for word in words]
+    code, out, err = finished(launch("--nproc", "2", "--spares", "0", *unpaced, "--run-dir", str(tmp_path / "free")))
     assert code == 0, out + err
-    job = Job(tmp_path / "run", *torch_words(tmp_path))
+    job = Job(tmp_path / "run", *words)
     for iteration, rank in ((6, 1), (20, 0)):
         job.until_iteration(iteration)
         job.until_spare()

@@ -18,7 +18,7 @@ from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.util.iterations import is_newer
 from tests.simulation.hosts import Job
-from tests.simulation.scenario import Kind
+from tests.simulation.scenario import MOVES, Kind
 from tests.simulation.trainer import Trainer, failure_free
 
 
@@ -194,6 +194,8 @@ class Checks:
         alive = self._alive(process)
         known = [peer for peer in alive if peer.committed > 0]
         self.job.world.say(f"{process.name} starts over: {why}")
+        if all(fault.kind in MOVES for fault in self.job.scenario.faults):
+            raise Violation(f"the job starts over ({why}), and nothing but moves has happened")
         if known and len(alive) == self.job.scenario.shape.ranks and all(peer.committed > 0 for peer in alive):
             raise Violation(f"the job starts over ({why}), and no rank has lost its state")
         self.resumed_at = 0

@@ -20,6 +20,7 @@ from moevement_core.rendezvous.relay import Relay
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 from moevement_core.rendezvous.values import Values
+from moevement_core.run.drain_requests import DrainRequest
 from tests.simulation.network import COORDINATOR, Listener
 from tests.simulation.rank import TOKEN, RankProcess
 from tests.simulation.scenario import Scenario
@@ -287,7 +288,7 @@ class Job:
         self.world, self.scenario = world, scenario
         self.members: dict[int, RankProcess] = {}
         self.standbys: list[tuple[Standby, Process]] = []
-        self.drains: dict[str, str] = {}
+        self.drains: dict[str, DrainRequest] = {}
         """Requests to drain nodes and ranks, as the run directory would have them."""
         self.ports = PORT
         """Largest port in use."""

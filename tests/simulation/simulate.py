@@ -21,6 +21,7 @@ from moevement_core.recovery import boundary_log
 from moevement_core.rendezvous import lease_client, mirror, standby, value_client
 from moevement_core.replication import config as replication_config
 from moevement_core.replication import receiver, sender
+from moevement_core.run.drain_requests import DrainRequest
 from moevement_core.saving import window_start
 from moevement_core.saving.peers import Peers
 from moevement_core.session import build, loop
@@ -254,10 +255,10 @@ class Faults:
             case Kind.CLOCK:
                 simulation.wall_offset_s += fault.for_s
             case Kind.DRAIN:
-                job.drains[host.name] = "simulated"
+                job.drains[host.name] = DrainRequest("simulated")
                 simulation.after(fault.for_s, partial(job.take_back, host.name))
             case Kind.MOVE:
-                job.drains[str(fault.target)] = "simulated"
+                job.drains[str(fault.target)] = DrainRequest("simulated")
         self._arm_first()
 
     def _lose_coordinator(self, fault: Fault) -> None:

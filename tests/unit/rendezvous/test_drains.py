@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from moevement_core.rendezvous.coordinator import State
-from moevement_core.rendezvous.drains import AHEAD
+from moevement_core.rendezvous.drains import AHEAD, Leave
 from moevement_core.rendezvous.roster import NoticedBy
 from moevement_core.rendezvous.values import Values
+from moevement_core.run.drain_requests import DrainRequest
 from tests.unit.rendezvous.job import Job
 
 COMMITTED = 7
@@ -28,7 +29,8 @@ def job_of(ranks: int, spares: Iterable[str] = ()) -> Job:
 
 
 def ask(job: Job, **targets: str) -> set[str]:
-    done = job.coordinator.drain({target.removeprefix("_"): reason for target, reason in targets.items()})
+    asked = {target.removeprefix("_"): DrainRequest(reason) for target, reason in targets.items()}
+    done = job.coordinator.drain(asked)
     job.coordinator.step()
     return done
 
@@ -46,7 +48,7 @@ def test_ranks_of_a_drained_node_leave_at_a_boundary_that_nobody_has_reached() -
     job = job_of(2, spares=["n2"])
     assert job.coordinator.leaves == {}
     ask(job, n1="noisy")
-    assert job.coordinator.leaves == {1: COMMITTED + AHEAD}
+    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
     leaves(job, 1)
     assert job.coordinator.state is State.RUNNING
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
@@ -90,15 +92,66 @@ def test_without_a_spare_elsewhere_the_drain_waits_and_says_so_once() -> None:
     assert sum("spares outside" in line for line in job.reported) == 1
     job.join(9, node="n3")
     job.coordinator.step()
-    assert job.coordinator.leaves == {1: COMMITTED + AHEAD}
+    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
 
 
-def test_ranks_that_are_asked_later_leave_at_the_same_boundary() -> None:
+def test_nodes_are_drained_one_after_the_other() -> None:
+    """Two nodes that keep each other's copies must not leave together."""
     job = job_of(3, spares=["n3", "n4"])
-    ask(job, n1="test")
-    job.passes(0.2, job.members, COMMITTED + 1)
     ask(job, n1="test", n2="test")
-    assert job.coordinator.leaves == {1: COMMITTED + AHEAD, 2: COMMITTED + 1 + AHEAD}
+    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    leaves(job, 1)
+    assert job.coordinator.leaves == {}, "no iteration was committed since the job was formed"
+    job.passes(0.2, job.members, COMMITTED + AHEAD + 1)
+    assert job.coordinator.leaves == {2: Leave(COMMITTED + 2 * AHEAD + 1, 0)}
+
+
+def test_ranks_of_a_node_leave_together_each_with_its_turn() -> None:
+    job = Job(Values(), 2, 0)
+    for number, node in enumerate(["n0", "n0", "n1", "n1"]):
+        job.join(number, node=node)
+    job.passes(0.2, job.members, COMMITTED)
+    ask(job, n0="test")
+    assert job.coordinator.leaves == {0: Leave(COMMITTED + AHEAD, 0), 1: Leave(COMMITTED + AHEAD, 1)}
+
+
+def test_a_decision_is_taken_back_when_the_spares_are_gone() -> None:
+    job = job_of(2, spares=["n2"])
+    ask(job, n1="test")
+    assert job.coordinator.leaves
+    job.coordinator.died(2, 1002, "was killed by signal 9")
+    job.coordinator.step()
+    assert job.coordinator.leaves == {}
+
+
+def test_a_job_that_is_winding_down_moves_nobody() -> None:
+    job = job_of(2, spares=["n2"])
+    ask(job, n1="test")
+    job.coordinator.wind_down()
+    job.coordinator.step()
+    assert job.coordinator.leaves == {}
+
+
+def test_a_rank_that_another_process_has_by_now_is_not_drained() -> None:
+    job = job_of(2, spares=["n2"])
+    stale = {"rank:1": DrainRequest("test", pid=4711)}
+    job.coordinator.drain(stale)
+    job.coordinator.step()
+    assert (job.coordinator.drain(stale), job.coordinator.leaves) == ({"rank:1"}, {})
+    job.coordinator.drain({"rank:1": DrainRequest("test", pid=1001)})
+    job.coordinator.step()
+    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+
+
+def test_processes_of_a_drained_node_take_ranks_before_the_job_would_stop() -> None:
+    job = job_of(2, spares=["n2"])
+    ask(job, n2="test")
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.leave(0, committed=COMMITTED)
+    job.passes(130.0, [0, 2], COMMITTED)
+    job.settle()
+    assert job.coordinator.state is State.RUNNING
+    assert job.coordinator.roster.nodes[1] == "n2"
 
 
 def test_a_drain_that_is_taken_back_moves_nobody() -> None:
@@ -108,8 +161,8 @@ def test_a_drain_that_is_taken_back_moves_nobody() -> None:
     assert job.coordinator.leaves == {}
 
 
-@pytest.mark.parametrize("target", ["n9", "2", "-1", "n1 "])
-def test_a_target_that_is_not_there_is_refused_and_forgotten(target: str) -> None:
+@pytest.mark.parametrize("target", ["2", "rank:2", "99999999999999999999"])
+def test_a_rank_that_is_not_there_is_refused_and_forgotten(target: str) -> None:
     job = job_of(2, spares=["n2"])
     ask(job, **{f"_{target}": "test"})
     assert ask(job, **{f"_{target}": "test"}) == {target}
@@ -121,7 +174,7 @@ def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> 
     job.coordinator.node_health("task 1", [1], "disk full")
     job.coordinator.node_health("task 7", [], "")
     job.coordinator.step()
-    assert job.coordinator.leaves == {1: COMMITTED + AHEAD}
+    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
     leaves(job, 1)
     assert "disk full" in job.coordinator.deaths[-1].how
     job.coordinator.node_health("task 1", [], "disk still full")
@@ -139,4 +192,4 @@ def test_before_the_first_iteration_nobody_leaves() -> None:
     ask(job, n0="test")
     assert job.coordinator.leaves == {}
     job.passes(0.2, job.members, 1)
-    assert job.coordinator.leaves == {0: 1 + AHEAD}
+    assert job.coordinator.leaves == {0: Leave(1 + AHEAD, 0)}
