@@ -11,6 +11,7 @@ then do the members enter training.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ from typing import Any
 from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
-from moevement_core.rendezvous.drains import Drains, Leave
+from moevement_core.rendezvous.drains import BEATS_TO_HEAR, CommitPace, Drains, Leave
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
+from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
 from moevement_core.rendezvous.resizing import Grid
@@ -146,6 +148,7 @@ class Coordinator:
         self._respawns = Respawns(clock, respawn_wait_s)
         self._blocks = Blocks(values, report)
         self.drains = Drains(report)
+        self._pace = CommitPace()
         self._left_nodes: set[str] = set()
         """Nodes that ranks have left because they were drained; they get ranks last when the job is formed next."""
         self._left_devices: set[str] = set()
@@ -261,6 +264,7 @@ class Coordinator:
             if committed is not None:
                 self._first_committed_at = self._first_committed_at or time.time()
                 self._attempts.committed(committed)
+                self._pace.committed(committed, self._clock())
 
     def disconnected(self, members: Iterable[int]) -> None:
         """Note that the connection of the supervisor of ``members`` broke."""
@@ -405,8 +409,10 @@ class Coordinator:
         elif self.state is State.RUNNING:
             self._generation_keys.delete_some()
             if self.drains.wants:
-                committed = -1 if self.is_winding_down else self._attempts.counts.here
-                self.drains.look(self.roster, self.members, committed, self._may_leave)
+                pace = self._pace.per_s(self._clock())
+                committed = self._attempts.counts.here if pace and not self.is_winding_down else -1
+                on_the_way = math.ceil(pace * BEATS_TO_HEAR * self.lease_s / BEATS)
+                self.drains.look(self.roster, self.members, committed, on_the_way, self._may_leave)
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
@@ -724,6 +730,7 @@ class Coordinator:
 
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
+        self._pace = CommitPace()
         self._left_nodes, self._left_devices, self._has_no_other = set(), set(), False
         members = {rank: self.members[member] for rank, member in ranks.items()}
         # A survivor keeps its device even if its rank has changed.

@@ -17,11 +17,13 @@ from moevement_core.rendezvous.roster import MemberInfo, Roster
 from moevement_core.run.drain_requests import DrainRequest
 
 AHEAD = 2
-"""Number of iterations from the newest committed one to the boundary at which ranks leave.
+"""Least number of iterations from the newest committed one to the boundary at which ranks leave.
 
-All ranks are within one iteration of each other, and the request takes a renewal of the lease to arrive. A rank that
-learns of the boundary after it has passed it leaves at its next one; then the job forms twice.
+All ranks are within one iteration of each other. The iterations that ranks execute until they learn of the boundary
+are added. A rank that learns of it after it has passed it leaves at its next one; then the job forms twice.
 """
+BEATS_TO_HEAR = 3
+"""Number of renewals of a lease within which all supervisors have learned of a decision."""
 RANK = "rank:"
 """Prefix of the target of a request to drain a rank, for jobs whose nodes have numbers as names."""
 
@@ -34,6 +36,26 @@ class Leave:
     """Iteration after which the member leaves."""
     turn: int
     """Number of members of the same node that are to leave before this one if they have no peer on another node."""
+
+
+class CommitPace:
+    """Pace at which a job commits iterations since it was formed."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._newest = -1
+
+    def committed(self, iteration: int, now: float) -> None:
+        """Note that a rank has committed ``iteration``; ``now`` is the value of a monotonic clock in seconds."""
+        if self._first is None:
+            self._first = iteration, now
+        self._newest = max(self._newest, iteration)
+
+    def per_s(self, now: float) -> float:
+        """Return the iterations per second; 0.0 before two iterations were committed since the job was formed."""
+        if self._first is None or now <= self._first[1]:
+            return 0.0
+        return (self._newest - self._first[0]) / (now - self._first[1])
 
 
 class Drains:
@@ -118,7 +140,12 @@ class Drains:
             self.done.add(asked[0])
 
     def look(
-        self, roster: Roster, members: Mapping[int, MemberInfo], committed: int, is_enough: Callable[[int], bool]
+        self,
+        roster: Roster,
+        members: Mapping[int, MemberInfo],
+        committed: int,
+        on_the_way: int,
+        is_enough: Callable[[int], bool],
     ) -> None:
         """Decide which members leave now, and when; called while the job trains.
 
@@ -126,6 +153,7 @@ class Drains:
             roster: roster of the ranks that train.
             members: members that live.
             committed: newest iteration that a rank has committed since the job was formed; -1 for none.
+            on_the_way: number of iterations that ranks execute until all of them have learned of a decision.
             is_enough: says for a number of ranks whether the job goes on if so many ranks leave.
         """
         leaving = [
@@ -146,7 +174,9 @@ class Drains:
         else:
             self._said = ""
             self.leaves = {
-                member: Leave(self.leaves[member].after if member in self.leaves else committed + AHEAD, turn)
+                member: Leave(
+                    self.leaves[member].after if member in self.leaves else committed + AHEAD + on_the_way, turn
+                )
                 for turn, member in enumerate(group)
             }
 

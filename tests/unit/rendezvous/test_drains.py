@@ -7,25 +7,39 @@ from collections.abc import Iterable
 import pytest
 
 from moevement_core.rendezvous.coordinator import State
-from moevement_core.rendezvous.drains import AHEAD, Leave
+from moevement_core.rendezvous.drains import AHEAD
 from moevement_core.rendezvous.roster import NoticedBy
 from moevement_core.rendezvous.values import Values
 from moevement_core.run.drain_requests import DrainRequest
 from tests.unit.rendezvous.job import Job
 
-COMMITTED = 7
+COMMITTED, LEASE_S = 7, 10.0
 
 
 def job_of(ranks: int, spares: Iterable[str] = ()) -> Job:
     """Return a job that trains, with a rank on each node, and spares on the named nodes."""
-    job = Job(Values(), ranks, 0)
+    job = Job(Values(), ranks, 0, lease_s=LEASE_S)
     for number in range(ranks):
         job.join(number, node=f"n{number}")
     for number, node in enumerate(spares, ranks):
         job.join(number, node=node)
     assert job.coordinator.state is State.RUNNING
-    job.passes(0.2, job.members, COMMITTED)
+    train(job, COMMITTED)
     return job
+
+
+def train(job: Job, committed: int) -> None:
+    """Let the job commit the iteration before ``committed``, and this one 0.2 seconds later."""
+    for iteration in (committed - 1, committed):
+        job.passes(0.2, job.members, iteration)
+
+
+def turns(job: Job, committed: int = COMMITTED) -> dict[int, int]:
+    """Return the turn of each member that is to leave; all leave at one boundary that none has reached."""
+    boundaries = {leave.after for leave in job.coordinator.leaves.values()}
+    assert len(boundaries) < 2
+    assert all(boundary >= committed + AHEAD for boundary in boundaries)
+    return {member: leave.turn for member, leave in job.coordinator.leaves.items()}
 
 
 def ask(job: Job, **targets: str) -> set[str]:
@@ -48,7 +62,7 @@ def test_ranks_of_a_drained_node_leave_at_a_boundary_that_nobody_has_reached() -
     job = job_of(2, spares=["n2"])
     assert job.coordinator.leaves == {}
     ask(job, n1="noisy")
-    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    assert turns(job) == {1: 0}
     leaves(job, 1)
     assert job.coordinator.state is State.RUNNING
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
@@ -92,27 +106,27 @@ def test_without_a_spare_elsewhere_the_drain_waits_and_says_so_once() -> None:
     assert sum("spares outside" in line for line in job.reported) == 1
     job.join(9, node="n3")
     job.coordinator.step()
-    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    assert turns(job) == {1: 0}
 
 
 def test_nodes_are_drained_one_after_the_other() -> None:
     """Two nodes that keep each other's copies must not leave together."""
     job = job_of(3, spares=["n3", "n4"])
     ask(job, n1="test", n2="test")
-    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    assert turns(job) == {1: 0}
     leaves(job, 1)
     assert job.coordinator.leaves == {}, "no iteration was committed since the job was formed"
-    job.passes(0.2, job.members, COMMITTED + AHEAD + 1)
-    assert job.coordinator.leaves == {2: Leave(COMMITTED + 2 * AHEAD + 1, 0)}
+    train(job, COMMITTED + 30)
+    assert turns(job, COMMITTED + 30) == {2: 0}
 
 
 def test_ranks_of_a_node_leave_together_each_with_its_turn() -> None:
-    job = Job(Values(), 2, 0)
+    job = Job(Values(), 2, 0, lease_s=LEASE_S)
     for number, node in enumerate(["n0", "n0", "n1", "n1"]):
         job.join(number, node=node)
-    job.passes(0.2, job.members, COMMITTED)
+    train(job, COMMITTED)
     ask(job, n0="test")
-    assert job.coordinator.leaves == {0: Leave(COMMITTED + AHEAD, 0), 1: Leave(COMMITTED + AHEAD, 1)}
+    assert turns(job) == {0: 0, 1: 1}
 
 
 def test_a_decision_is_taken_back_when_the_spares_are_gone() -> None:
@@ -140,7 +154,7 @@ def test_a_rank_that_another_process_has_by_now_is_not_drained() -> None:
     assert (job.coordinator.drain(stale), job.coordinator.leaves) == ({"rank:1"}, {})
     job.coordinator.drain({"rank:1": DrainRequest("test", pid=1001)})
     job.coordinator.step()
-    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    assert turns(job) == {1: 0}
 
 
 def test_processes_of_a_drained_node_take_ranks_before_the_job_would_stop() -> None:
@@ -148,7 +162,7 @@ def test_processes_of_a_drained_node_take_ranks_before_the_job_would_stop() -> N
     ask(job, n2="test")
     job.coordinator.died(1, 1001, "was killed by signal 9")
     job.leave(0, committed=COMMITTED)
-    job.passes(130.0, [0, 2], COMMITTED)
+    job.passes(62.0, [0, 2], COMMITTED)
     job.settle()
     assert job.coordinator.state is State.RUNNING
     assert job.coordinator.roster.nodes[1] == "n2"
@@ -174,7 +188,7 @@ def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> 
     job.coordinator.node_health("task 1", [1], "disk full")
     job.coordinator.node_health("task 7", [], "")
     job.coordinator.step()
-    assert job.coordinator.leaves == {1: Leave(COMMITTED + AHEAD, 0)}
+    assert turns(job) == {1: 0}
     leaves(job, 1)
     assert "disk full" in job.coordinator.deaths[-1].how
     job.coordinator.node_health("task 1", [], "disk still full")
@@ -186,10 +200,22 @@ def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> 
 
 
 def test_before_the_first_iteration_nobody_leaves() -> None:
-    job = Job(Values(), 1, 0)
+    job = Job(Values(), 1, 0, lease_s=LEASE_S)
     job.join(0, node="n0")
     job.join(1, node="n1")
     ask(job, n0="test")
     assert job.coordinator.leaves == {}
     job.passes(0.2, job.members, 1)
-    assert job.coordinator.leaves == {0: Leave(1 + AHEAD, 0)}
+    assert job.coordinator.leaves == {}, "the pace is not known"
+    job.passes(0.2, job.members, 2)
+    assert turns(job, 2) == {0: 0}
+
+
+def test_the_boundary_is_so_far_ahead_that_all_ranks_learn_of_it_before() -> None:
+    """Let the job commit 100 iterations per second: within three renewals of a lease it commits 300."""
+    job = job_of(2, spares=["n2"])
+    for number in range(1, 51):
+        job.passes(0.2, job.members, COMMITTED + 20 * number)
+    ask(job, n1="test")
+    now = COMMITTED + 1000
+    assert now + 200 < job.coordinator.leaves[1].after < now + 400
