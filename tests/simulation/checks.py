@@ -11,7 +11,7 @@ import numpy as np
 
 from moevement_core.policy.runs import restore_points
 from moevement_core.policy.schedule import LATE_AT_PEERS
-from moevement_core.rendezvous.roster import NoticedBy
+from moevement_core.rendezvous.roster import NoticedBy, is_drained
 from moevement_core.rendezvous.takeover import split_blocks
 from moevement_core.session.rejoin import Unrecoverable
 from moevement_core.snapshot.arena import PAGE
@@ -81,22 +81,29 @@ class Checks:
     def _nodes_are_kept(self, roster: Any) -> None:
         """Check that ranks and groups leave a node only if they must.
 
-        A rank may change its node only if no process waits on the old one, or if its group moves as a whole. A group
-        may come to span nodes only if no process is starting on the old node. Silent nodes may always be left.
+        A rank may change its node only if no process waits on the old one, or if its group is on one node afterwards. A
+        group may come to span nodes only if no process is starting on the old node. Silent and drained nodes may always
+        be left, and a rank that was drained goes to another node if it can.
         """
         before, self._nodes = self._nodes, dict(roster.nodes)
         coordinator = self.job.coordinator
         waiting = [coordinator.members[member].node for member in coordinator.waiting()]
-        silent = coordinator.membership.silent_nodes()
+        silent = coordinator.membership.silent_nodes() | coordinator.drains.nodes.keys()
+        moved = {death.rank for death in roster.deaths if is_drained(death)}
         for rank, node in roster.nodes.items():
+            if rank in moved:
+                continue
             if before and node != before[rank] and before[rank] in waiting and before[rank] not in silent:
                 block = self._block(rank)
-                is_together = len({before[peer] for peer in block}) == 1 == len({roster.nodes[peer] for peer in block})
+                is_together = len({roster.nodes[peer] for peer in block}) == 1
                 if not is_together:
                     raise Violation(f"rank {rank} goes to {node}, and a process waits on {before[rank]}, where it was")
         size = self.job.scenario.shape.replicas
         for number in split_blocks(roster.nodes, size) - split_blocks(before, size) if before else ():
-            left = {before[rank] for rank in self._block(number * size) if roster.nodes[rank] != before[rank]}
+            left = {
+                before[rank] for rank in self._block(number * size)
+                if roster.nodes[rank] != before[rank] and rank not in moved
+            }  # fmt: skip
             if any(coordinator._respawns.is_expected(node) for node in left - silent):
                 raise Violation(
                     f"group {number} comes to span nodes, and a process starts where it was: {roster.nodes}"

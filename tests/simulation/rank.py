@@ -195,10 +195,15 @@ class RankProcess(Process):
             except (JobStopped, Regroup):
                 raise
             except RankLeaves as leaves:
-                assert self.generation.guard is not None
-                with self.generation.guard.atomic():
+                # No check of the lease: a process that the job has given up may report that it leaves.
+                task = self.world.current()
+                task.raise_pending()
+                task.atomic += 1
+                try:
                     member.report_drained(str(leaves))
                     self.signals.record_interrupted([InterruptionRecord(self.rank, Interruption.EXCEPTION)])
+                finally:
+                    task.atomic -= 1
                 raise
             except Exception as error:
                 if not is_fault_of_others():
