@@ -202,7 +202,7 @@ class _Coordination:
             lease_s=place.lease_s,
         )  # fmt: skip
         if self._drains is not None:  # A standby must not give ranks to a drained node.
-            self._drains.wait_for_first_look(place.lease_s / 4)
+            self._drains.watch(place.lease_s / 4)
             self._coordinator.drain(self._drains.standing)
         self._loop = CoordinatorLoop(
             self._coordinator, place.listener, values=values, term=place.term, token=token,

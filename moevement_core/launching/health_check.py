@@ -1,11 +1,16 @@
-"""Health command of a node (``--moevement-health-check``): while it fails, the ranks of the node move elsewhere."""
+"""Health command of a node (``--moevement-health-check``): while it fails, the ranks of the node move elsewhere.
+
+The check has no thread, because its process forks the processes of ranks: a lock that a thread held at that moment
+would stay locked in them. The command may hang with the node's disk or device, so nothing waits for it.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import threading
+import tempfile
+import time
 from contextlib import suppress
 
 from moevement_core.util.environment import NODE_ENV
@@ -17,7 +22,7 @@ MOST = 200
 
 
 class HealthCheck:
-    """Check of one node, on a thread of its own: the command may hang with the node's disk or device.
+    """Check of one node. One thread calls :meth:`step` often, which never blocks.
 
     Args:
         command: command line for the shell. It fails with an exit code other than 0; its last line says why.
@@ -30,36 +35,56 @@ class HealthCheck:
         self.reason = ""
         """Reason for which the node is not healthy; empty if it is, or before the end of the first run."""
         self._command, self._node, self._period_s, self._limit_s = command, node, period_s, limit_s
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="moevement-health", daemon=True)
-        self._thread.start()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False
+        self._changed_at = -float("inf")
+        """Time at which the newest run began or ended, in monotonic seconds."""
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
+
+    def step(self) -> None:
+        """Start the command if it is due, and take in its result if it has ended."""
+        now = time.monotonic()
+        if self._process is None:
+            if now - self._changed_at >= self._period_s:
+                self._changed_at = now
+                self._start()
+        elif self._process.poll() is not None:
+            self.reason = self._reason(self._process.returncode)
+            self._process, self._changed_at = None, now
+        elif now - self._changed_at > self._limit_s:
+            self._was_killed = True
+            self._kill()
 
     def close(self) -> None:
-        """End the thread; do not wait for a command that hangs."""
-        self._ends.set()
+        """End the command if it runs; do not wait for it."""
+        if self._process is not None:
+            self._kill()
+        self._output.close()
 
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            self.reason = self._once()
-            self._ends.wait(self._period_s)
-
-    def _once(self) -> str:
-        """Run the command once, and return the reason why it failed; empty if it did not fail."""
+    def _start(self) -> None:
+        self._was_killed = False
+        self._output.seek(0)
+        self._output.truncate()
         try:
-            process = subprocess.Popen(
-                self._command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True, errors="replace", start_new_session=True, env={**os.environ, NODE_ENV: self._node},
+            self._process = subprocess.Popen(
+                self._command, shell=True, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, NODE_ENV: self._node},
             )  # fmt: skip
         except OSError as error:
-            return f"the health check cannot be started: {error}"
-        try:
-            output, _ = process.communicate(timeout=self._limit_s)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            return f"the health check took longer than {self._limit_s:g} s"
-        if process.returncode == 0:
+            self.reason = f"the health check cannot be started: {error}"
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _reason(self, code: int) -> str:
+        """Return the reason why a run failed; empty if it did not fail."""
+        if code == 0:
             return ""
-        lines = output.split("\n")
+        if self._was_killed:
+            return f"the health check took longer than {self._limit_s:g} s"
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-        return f"the health check ended with {process.returncode}: {last[:MOST]}"
+        return f"the health check ended with {code}: {last[:MOST]}"

@@ -327,6 +327,7 @@ class _Task:
         signals.may_wind_down = True
         while True:
             if self._health is not None:
+                self._health.step()
                 client.unhealthy = self._health.reason
             self._supervisor.step()
             if client.stop is not None:

@@ -210,6 +210,7 @@ class ReplaceFailedRanks(Watch):
         self._supervisor.step()
         self._coordinator.step()
         if self._drains is not None:
+            self._drains.look()
             self._drains.is_done(self._coordinator.drain(self._drains.standing))
         self._tell_roster()
         state = self._coordinator.state

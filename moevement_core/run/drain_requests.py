@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -109,7 +110,9 @@ def _decoded(text: str) -> DrainRequest:
 
 
 class DrainWatch:
-    """Watch of the requests, on a thread of its own: the disk of a run directory may not answer for a long time.
+    """Watch of the requests. A process that forks ranks calls :meth:`look` itself, others call :meth:`watch` once.
+
+    A thread of a process that forks could hold a lock at that moment, which would stay locked in the new process.
 
     Args:
         requests: the requests.
@@ -120,13 +123,23 @@ class DrainWatch:
         """Requests by target, at the last look."""
         self._requests = requests
         self._done: dict[str, DrainRequest] = {}
-        self._has_looked, self._ends = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="moevement-drains", daemon=True)
-        self._thread.start()
+        self._looked_at = -float("inf")
+        self._has_looked = threading.Event()
 
-    def wait_for_first_look(self, timeout_s: float) -> None:
-        """Wait until the requests are known, for at most ``timeout_s`` seconds."""
+    def watch(self, timeout_s: float) -> None:
+        """Start a thread that looks again and again, and wait for its first look.
+
+        Args:
+            timeout_s: longest time to wait in seconds; the disk of the run directory may not answer for long.
+        """
+        threading.Thread(target=self._look_for_ever, name="moevement-drains", daemon=True).start()
         self._has_looked.wait(timeout_s)
+
+    def _look_for_ever(self) -> None:
+        while True:
+            self.look()
+            self._has_looked.set()
+            time.sleep(LOOK_S)
 
     def is_done(self, targets: set[str]) -> None:
         """Remove requests that are carried out, or cannot be."""
@@ -134,17 +147,13 @@ class DrainWatch:
             if (request := self.standing.get(target)) is not None:
                 self._done[target] = request
 
-    def close(self) -> None:
-        """End the thread; do not wait for a disk that does not answer."""
-        self._ends.set()
-
-    def _run(self) -> None:
-        while True:
-            with suppress(OSError):  # The disk may come back.
-                for target, request in list(self._done.items()):
-                    self._requests.remove(target, request)
-                    self._done.pop(target, None)
-                self.standing = self._requests.standing()
-            self._has_looked.set()
-            if self._ends.wait(LOOK_S):
-                return
+    def look(self) -> None:
+        """Read the folder, if that was not done lately. If its disk fails, the requests stay as they were."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        with suppress(OSError):
+            for target, request in list(self._done.items()):
+                self._requests.remove(target, request)
+                self._done.pop(target, None)
+            self.standing = self._requests.standing()

@@ -13,10 +13,11 @@ from moevement_core.launching.health_check import MOST, HealthCheck
 WAIT_S = 30.0
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(check: HealthCheck, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline
+        check.step()
         time.sleep(0.01)
 
 
@@ -30,7 +31,7 @@ def until(holds: Callable[[], bool]) -> None:
 )  # fmt: skip
 def test_a_failure_has_its_reason(command: str, named: tuple[str, ...]) -> None:
     check = HealthCheck(command, "n1", period_s=WAIT_S, limit_s=0.2 if "sleep" in command else WAIT_S)
-    until(lambda: bool(check.reason))
+    until(check, lambda: bool(check.reason))
     check.close()
     assert all(word in check.reason for word in named), check.reason
     assert len(check.reason) < MOST + 50
@@ -42,9 +43,8 @@ def test_a_node_gets_well_again(tmp_path: Path) -> None:
     ill.touch()
     command = f"echo run >> {runs}; test ! -e {tmp_path}/$MOEVEMENT_NODE"
     check = HealthCheck(command, "n1", period_s=0.05)
-    until(lambda: bool(check.reason))
+    until(check, lambda: bool(check.reason))
     ill.unlink()
-    until(lambda: not check.reason)
+    until(check, lambda: not check.reason)
     check.close()
-    until(lambda: not check._thread.is_alive())
     assert len(runs.read_text().splitlines()) > 1
