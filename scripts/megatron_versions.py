@@ -22,7 +22,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "megatron_versions.md"
-PINNED = ROOT / "tests" / "unit" / "replaced_signatures.yaml"
+PINNED = ROOT / "tests" / "unit" / "megatron" / "replaced_signatures.yaml"
 VERSIONS = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 """Versions from the package index: the newest of each series, and all versions of the supported one."""
 INTRODUCTION = """\
