@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from moevement_core.run.drain_requests import LOOK_S, MOST_REASON, DrainRequest,
 from moevement_core.util.words import counted
 
 POLL_S = 0.2
+SETTLED_S = 10.0
+"""Seconds without a change after which a job with fewer ranks than before counts as formed again."""
 HEARD_S = 4 * LOOK_S
 """Seconds within which the coordinator has read a request; until then, a spare of the node may still get a rank."""
 
@@ -71,17 +74,32 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.no_wait:
         print(f"asked to drain {target}; moevement top {arguments.run_dir} shows when its ranks have moved")
         return 0
-    asked_at = time.monotonic()
     with waiting(f"waiting until {counted(len(ranks), 'rank')} moved") as say:
-        while (left := job.ranks_on(target) if is_node else ranks & job.ranks_on(target)) or (
-            is_node and time.monotonic() - asked_at < HEARD_S
-        ):
-            say(f"waiting until {counted(len(left), 'rank')} moved")
-            if job.has_ended:
-                raise ConfigError(f"{arguments.run_dir}: the job has ended before its ranks moved")
-            time.sleep(POLL_S)
+        _wait(job, target, ranks, is_node=is_node, say=say)
     print(f"no rank is on node {target}" if is_node else f"{target} moved to another process")
     return 0
+
+
+def _wait(job: _Job, target: str, ranks: set[tuple[str, int]], *, is_node: bool, say: Callable[[str], None]) -> None:
+    """Wait until no rank is where TARGET was, and all ranks have a process again.
+
+    Raises:
+        ConfigError: the job has ended before.
+    """
+    world, asked_at = len(job.ranks), time.monotonic()
+    seen, changed_at = job.ranks, asked_at
+    while True:
+        now, left = time.monotonic(), job.ranks_on(target) if is_node else ranks & job.ranks_on(target)
+        if job.ranks != seen:
+            seen, changed_at = job.ranks, now
+        # An elastic job may go on with fewer ranks.
+        is_formed = len(seen) >= world or now - changed_at > SETTLED_S
+        if not left and is_formed and (not is_node or now - asked_at > HEARD_S):
+            return
+        say(f"waiting until {counted(len(left), 'rank')} moved")
+        if job.has_ended:
+            raise ConfigError("the job has ended before its ranks moved")
+        time.sleep(POLL_S)
 
 
 def _list(requests: DrainRequests) -> None:
@@ -104,6 +122,11 @@ class _Job:
     def has_ended(self) -> bool:
         self._run.update()
         return self._run.job is None or self._run.has_ended
+
+    @property
+    def ranks(self) -> set[tuple[str, int]]:
+        """Node and process id of each process with a rank, as last read."""
+        return {(_node_of(entry), entry["pid"]) for entry in self._run.processes if entry["role"] == "active"}
 
     @property
     def nodes(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 MOST_GROWTH = 8.0
 """Largest accepted ratio of the times for ``4 * size`` and ``size``. Linear time has 4, and quadratic time has 16."""
-ATTEMPTS = 4
+ATTEMPTS = 12
 
 
 def assert_linear(prepared: Callable[[int], Callable[[], object]], size: int, repeats: int = 3) -> None:
