@@ -35,7 +35,7 @@ train.main()
 """
 MEGATRON: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "pipeline_model_parallel_size": 2,
-    "train_iters": 90,
+    "train_iters": 150,
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class Job:
 def torch_words(folder: Path, *words: str) -> list[str]:
     script = folder / "paced.py"
     script.write_text(PACED.format(example=str(EXAMPLE)))
-    return ["--trainer", "torch", str(script), "--moevement-window", "3", "--iterations", "110", *words]
+    return ["--trainer", "torch", str(script), "--moevement-window", "3", "--iterations", "160", *words]
 
 
 @pytest.mark.slow("a process starts again, and takes the second rank")
