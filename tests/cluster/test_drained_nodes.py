@@ -21,7 +21,7 @@ def _drain(training: Training, node: str, to: str) -> None:
     assert training.ranks_on(to) == [2, 3]
     before = training.iteration()
     training.wait_for_iteration(before + 3)
-    failures = training.events("failure")[moves:]  # two, if a rank has learned of the boundary too late
+    failures = training.events("failure")[moves:]  # two, if one rank's end has interrupted the other
     recoveries = [failure["recovery"] for failure in failures]
     assert all((recovery["replayed"], recovery["redone"]) == (0, 0) for recovery in recoveries)
     assert [sum(recovery["sources"].values()) for recovery in recoveries] in ([2], [1, 1])
