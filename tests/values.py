@@ -47,6 +47,7 @@ class Holder:
         self.given_up: set[int] = set()
         self.leaves: dict[int, Leave] = {}
         self.unhealthy: dict[str, str] = {}
+        self.leaving: set[str] = set()
         self.alive: dict[int, int | None] = {}
         self.lost: list[int] = []
         self.dead: list[tuple[int, int, str]] = []
@@ -61,8 +62,10 @@ class Holder:
         self.dead.append((member, pid, how))
         return None
 
-    def node_health(self, supervisor: str, members: Iterable[int], reason: str) -> None:
+    def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
         self.unhealthy[supervisor] = reason
+        if is_leaving:
+            self.leaving.add(supervisor)
 
     def keep(self) -> None:
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,8 @@ The standby may be the coordinator, which still tells other tasks that the job h
 """
 TOKEN_PATIENCE_S = 5.0
 """Seconds for which the coordinator refuses a task's connections until the task takes its job token for a wrong one."""
+NODE_LEAVES = signal.SIGUSR1
+"""Signal to a task by which a scheduler says that it takes the node away. Signals that end a job are others."""
 LOOK_S = 5.0
 """Seconds without an answer after which a task looks for a coordinator that has taken over, and looks again."""
 REACH_S = 600.0
@@ -209,6 +212,8 @@ def supervise(
     """
     argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)
+    if task.late is None:
+        launch.refuse_eviction(argv, spares)
     use_file_mode(launch.value_of(argv, FLAG))
     run_dir = launch.run_dir_of(argv)
     record = RunRecord(run_dir) if run_dir is not None else None
@@ -326,7 +331,7 @@ class _Task:
         client, looked_at = self._client, -float("inf")
         signals.may_wind_down = True
         while True:
-            if self._health is not None:
+            if self._health is not None and not client.is_leaving:
                 self._health.step()
                 client.unhealthy = self._health.reason
             self._supervisor.step()
@@ -346,7 +351,12 @@ class _Task:
                 self._supervisor.wind_down()
             signals.check()
             if signals.asked_by is not None:
-                client.request("wind_down", f"signal {signals.asked_by} to {self._task.name}")
+                why = f"{signal.Signals(signals.asked_by).name} to {self._task.name}"
+                if signals.asked_by == NODE_LEAVES and client.generation >= 0:
+                    client.notice(why)
+                    signals.may_wind_down = True
+                else:
+                    client.request("wind_down", why)
                 signals.asked_by = None
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
                 self._supervisor.end(0.0)

@@ -21,16 +21,18 @@ from typing import Any
 from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
-from moevement_core.rendezvous.drains import BEATS_TO_HEAR, CommitPace, Drains, Leave
+from moevement_core.rendezvous.drains import BEATS_TO_HEAR, CommitPace, Departure, Drains, Leave
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
 from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
+from moevement_core.rendezvous.notices import NodeNotices
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    DEPARTING,
     DRAINED,
     ELASTIC,
     EXIT_CODE,
@@ -157,8 +159,7 @@ class Coordinator:
         """True if processes of drained nodes may take ranks, because no other spare came in time."""
         self._asked: dict[str, DrainRequest] = {}
         """Requests of the user to drain nodes and ranks, as :meth:`drain` gets them."""
-        self._unhealthy: dict[str, tuple[str, str]] = {}
-        """Node and reason of each supervisor whose health check fails."""
+        self._notices = NodeNotices()
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
         """Values that :meth:`keep` has compared last."""
@@ -347,20 +348,29 @@ class Coordinator:
         done, self.drains.done = self.drains.done, set()
         return done
 
-    def node_health(self, supervisor: str, members: Iterable[int], reason: str) -> None:
+    def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
         """Note why the node of a supervisor is not healthy. It is drained until all its supervisors call it healthy.
 
         Args:
             supervisor: name of the supervisor.
             members: its members.
-            reason: reason of the supervisor's health check; empty if it did not fail.
+            reason: reason of the supervisor's health check, or notice of the scheduler; empty if there is none.
+            is_leaving: True if the scheduler takes the node away.
         """
-        if not reason:
-            self._unhealthy.pop(supervisor, None)
-            return
         node = next((self.members[member].node for member in members if member in self.members), None)
-        if node is not None:
-            self._unhealthy[supervisor] = node, reason
+        self._notices.take(supervisor, node, reason, self._clock() if is_leaving else None)
+
+    def end_for_notices(self) -> str | None:
+        """Return the reason to end the job at the next boundary because nodes leave; None to go on.
+
+        The job ends if no spares can take over the ranks of nodes that the scheduler takes away.
+        """
+        if self.state is not State.RUNNING or self.is_winding_down:
+            return None
+        ranks = self._notices.ranks_leaving(self._clock(), self.roster.nodes)
+        if not ranks or self._may_leave(ranks):
+            return None
+        return f"the scheduler takes away the nodes of {ranks} ranks, and there are too few spares on other nodes"
 
     def stop(self, reason: str, code: int = 1) -> None:
         """Stop the job, and publish the reason as the value of :data:`STOP`, which every waiting process watches.
@@ -393,14 +403,11 @@ class Coordinator:
         for member in self._values.new_reports(UNUSABLE_DEVICE):
             if member in self.members:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
-        for member in self._values.new_reports(DRAINED):
-            if member in self.members:
-                self._lose(member, "was drained", NoticedBy.DRAIN)
+        self._see_departures()
         if self.state in (State.STOPPED, State.DONE):
             return
         if self.roster.generation >= 0:
-            unhealthy = {node: DrainRequest(reason) for node, reason in sorted(self._unhealthy.values(), reverse=True)}
-            self.drains.ask(unhealthy | self._asked, self.roster, self.members)
+            self.drains.ask(self._notices.requests | self._asked, self.roster, self.members)
         if self._all_finished():
             self.state = State.DONE
             self._values.set(STOP, "")
@@ -525,6 +532,18 @@ class Coordinator:
     def _all_finished(self) -> bool:
         entered = self._entered
         return entered.generation >= 0 and entered.generation == self.roster.generation and entered.all_finished()
+
+    def _see_departures(self) -> None:
+        """Read the reports of members that were asked to leave, and lose those that have given their rank back."""
+        now = self._clock()
+        for member, departure in self._values.new_reports(DEPARTING).items():
+            if member in self.members:
+                self.drains.departs(member, Departure(departure), now)
+        for member in self._values.new_reports(DRAINED):
+            if member in self.members:
+                self.drains.gives_back(member, now)
+        for member in self.drains.gone(now, self.lease_s, waits=self.state is State.RUNNING):
+            self._lose(member, "was drained", NoticedBy.DRAIN)
 
     # Forming the job
 
@@ -730,6 +749,7 @@ class Coordinator:
 
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
+        self.drains.formed()
         self._pace = CommitPace()
         self._left_nodes, self._left_devices, self._has_no_other = set(), set(), False
         members = {rank: self.members[member] for rank, member in ranks.items()}

@@ -107,6 +107,8 @@ class CoordinatorLoop:
         self._in_office_at = now
         self._forget_successor()
         coordinator.step()
+        if (why := coordinator.end_for_notices()) is not None:
+            self.wind_down(why)
         if coordinator.state is State.RUNNING:
             self.generation = coordinator.roster.generation
         return Turn.DECIDED

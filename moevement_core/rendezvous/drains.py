@@ -6,12 +6,16 @@ a peer, gives its rank back, and a spare takes over with that state. So no itera
 
 A peer that leaves at the same boundary would take the state with it. So the ranks of one node leave at a time, and
 ranks whose peers are all on their own node leave one after the other (:attr:`Leave.turn`).
+
+A rank that has handed over its state stays alive until all ranks that leave with it have done the same. Only then does
+the coordinator interrupt the job, so that it forms once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from moevement_core.rendezvous.roster import MemberInfo, Roster
 from moevement_core.run.drain_requests import DrainRequest
@@ -24,6 +28,13 @@ are added. A rank that learns of it after it has passed it leaves at its next on
 """
 BEATS_TO_HEAR = 3
 """Number of renewals of a lease within which all supervisors have learned of a decision."""
+HAND_OVER_LEASES = 3
+"""Number of lease times for the copy of a rank's state and its way to a peer together.
+
+The other ranks wait meanwhile, and count as hung after six lease times.
+"""
+ARRIVE_S = 2.0
+"""Seconds for which ranks that have given their rank back wait for one that has not reached the boundary yet."""
 RANK = "rank:"
 """Prefix of the target of a request to drain a rank, for jobs whose nodes have numbers as names."""
 
@@ -36,6 +47,15 @@ class Leave:
     """Iteration after which the member leaves."""
     turn: int
     """Number of members of the same node that are to leave before this one if they have no peer on another node."""
+
+
+class Departure(StrEnum):
+    """Report of a member that has reached the boundary at which it was asked to leave."""
+
+    HANDS_OVER = "hands over"
+    """The member copies its state and sends it to a peer."""
+    STAYS = "stays"
+    """The member trains on, because its peers may leave at this boundary (:attr:`Leave.turn`)."""
 
 
 class CommitPace:
@@ -77,6 +97,12 @@ class Drains:
         """Members that have to leave a rank that was named: the target of the request, and its reason."""
         self._asked: dict[str, DrainRequest] = {}
         self._said = ""
+        self._arrived: dict[int, float] = {}
+        """Members that hand over their state at the boundary, each with the time since which they do."""
+        self._stay: set[int] = set()
+        """Members that have passed the boundary on purpose, and leave after the next forming of the job."""
+        self._given_back: dict[int, float] = {}
+        """Members that have given their rank back and wait for the others, each with the time since which they do."""
 
     @property
     def wants(self) -> bool:
@@ -133,9 +159,46 @@ class Drains:
         """Return the reason for which a member has to leave; empty if it need not leave."""
         return self._members.get(info.member, ("", self.nodes.get(info.node, "")))[1]
 
+    def departs(self, member: int, departure: Departure, now: float) -> None:
+        """Note what a member does at its boundary; ``now`` is the value of a monotonic clock in seconds."""
+        if departure is Departure.STAYS:
+            self._stay.add(member)
+        else:
+            self._arrived[member] = now
+
+    def gives_back(self, member: int, now: float) -> None:
+        """Note that a member has given its rank back, and waits until the generation is interrupted."""
+        self._given_back[member] = now
+
+    def gone(self, now: float, lease_s: float, *, waits: bool) -> list[int]:
+        """Return the members that have given their rank back, once no other member of their group is waited for.
+
+        A member that hands over its state is waited for as long as it may take. A member that has not reached the
+        boundary is waited for :data:`ARRIVE_S` seconds; it may have learned of the boundary too late.
+
+        Args:
+            now: value of a monotonic clock in seconds.
+            lease_s: lease time in seconds.
+            waits: False if the generation is interrupted already, so that waiting has no use.
+        """
+        if not self._given_back:
+            return []
+        first = min(self._given_back.values())
+        until = {
+            member: self._arrived[member] + HAND_OVER_LEASES * lease_s if member in self._arrived else first + ARRIVE_S
+            for member in (self.leaves.keys() | self._arrived.keys()) - self._stay - self._given_back.keys()
+        }
+        return [] if waits and any(now < limit for limit in until.values()) else sorted(self._given_back)
+
+    def formed(self) -> None:
+        """Note that the job is formed, so that nobody is at a boundary."""
+        self._arrived, self._given_back, self._stay = {}, {}, set()
+
     def left(self, member: int) -> None:
         """Note that a member has left its rank, or has died."""
         self.leaves.pop(member, None)
+        self._given_back.pop(member, None)
+        self._arrived.pop(member, None)
         if (asked := self._members.pop(member, None)) is not None:
             self.done.add(asked[0])
 
@@ -156,6 +219,8 @@ class Drains:
             on_the_way: number of iterations that ranks execute until all of them have learned of a decision.
             is_enough: says for a number of ranks whether the job goes on if so many ranks leave.
         """
+        if self._arrived or self._given_back:
+            return  # A new decision would come too late.
         leaving = [
             members[member] for _, member in sorted(roster.ranks.items())
             if member in members and self.reason_of(members[member])

@@ -74,6 +74,8 @@ class LeaseClient:
         """Members of this supervisor that are to give their rank back."""
         self.unhealthy = ""
         """Reason for which the node is not healthy; empty if it is."""
+        self.is_leaving = False
+        """True if the scheduler takes the node away; :attr:`unhealthy` is its notice then."""
         self.stop: dict[str, Any] | None = None
         """Reason and exit code of the ended job; None while it goes on."""
         self.is_winding_down = False
@@ -164,6 +166,10 @@ class LeaseClient:
         """
         self._request = {"kind": kind, "why": why, "code": code, "beat": None}
         self._beat_at = -float("inf")
+
+    def notice(self, why: str) -> None:
+        """Report that the scheduler takes this node away, now and in all later renewals."""
+        self.unhealthy, self.is_leaving, self._beat_at = why, True, -float("inf")
 
     def look_for(self, coordinator: tuple[str, int] | None) -> None:
         """Call a further coordinator too, if one is known, in turns with those that this supervisor has heard of."""
@@ -277,7 +283,7 @@ class LeaseClient:
         message: dict[str, Any] = {
             "beat": self._beat, "supervisor": self.name, "members": sorted(members), "alive": dict(alive),
             "lease_s": self._configured_lease_s, "started_by": self._started_by, "term": self.term.encode(),
-            "has_standby": self.has_standby, "unhealthy": self.unhealthy,
+            "has_standby": self.has_standby, "unhealthy": self.unhealthy, "is_leaving": self.is_leaving,
         }  # fmt: skip
         if self.resigns is not None:
             message["resigns"] = self.resigns.encode()

@@ -53,8 +53,8 @@ class LeaseHolder(Protocol):
     def died(self, member: int, pid: int, how: str) -> int | None:
         """Record that a supervisor saw a process end; return the rank of the process, None for a spare."""
 
-    def node_health(self, supervisor: str, members: Iterable[int], reason: str) -> None:
-        """Note why the node of a supervisor and its members is not healthy; the reason is empty if it is."""
+    def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
+        """Note why the node of a supervisor and its members is not healthy, or leaves; the reason is empty if it is."""
 
     def keep(self) -> None:
         """Set the value that a later coordinator continues from."""
@@ -261,7 +261,10 @@ class LeaseServer:
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
         self._holder.renew(alive)
-        self._holder.node_health(supervisor.name, supervisor.members, str(message.get("unhealthy", "")))
+        self._holder.node_health(
+            supervisor.name, supervisor.members, str(message.get("unhealthy", "")),
+            is_leaving=bool(message.get("is_leaving", False)),
+        )  # fmt: skip
         supervisor.heard_at = time.monotonic()
         members = set(map(int, message.get("members", ())))
         fields = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}

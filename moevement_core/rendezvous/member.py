@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from moevement_core.errors import JobStopped
+from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    DEPARTING,
     DRAINED,
     FINISHED,
     GIVEN_UP,
@@ -144,8 +146,15 @@ class Member:
         """Report that this member cannot use its device; a spare takes its rank. The caller then ends the process."""
         self._values.report(f"{UNUSABLE_DEVICE}/{self._info.member}", notice.encode())
 
+    def report_departure(self, departure: Departure) -> None:
+        """Report what this member does at the boundary at which it was asked to leave."""
+        self._values.report(f"{DEPARTING}/{self._info.member}", departure)
+
     def report_drained(self, text: str) -> None:
-        """Report that this member gives its rank back, as it was asked to. The caller then ends the process.
+        """Report that this member gives its rank back, as it was asked to.
+
+        The caller then waits until the coordinator interrupts the generation, and ends the process. Until then, other
+        ranks of its node may hand over their state.
 
         Args:
             text: description of the end, for log lines.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moevement_core.comms.tree import TreeGroup
+from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.restart.guard import Guard
@@ -63,6 +64,8 @@ class Generation:
     """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
     """Function for the main thread that asks the coordinator if any rank was interrupted in this generation."""
+    report_departure: Callable[[Departure], None] = lambda departure: None
+    """Function that tells the coordinator what this rank does at the boundary at which it was asked to leave."""
 
     def abort(self) -> None:
         """Note that the abort of this generation begins now."""

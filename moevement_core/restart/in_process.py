@@ -14,9 +14,10 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -74,6 +75,13 @@ MOST_OF_A_REASON = 1000
 REPORT_S = 5.0
 """Longest time in seconds in which a process tries to report that it gives its rank back. After that, the process ends
 without the report, and only the exit code tells the reason."""
+MOST_OF_A_DEPARTURE = 2 / 3
+"""Part of the limit on hangs (four lease times) for which a rank that has given its rank back waits for others.
+
+The others need at most three lease times to hand over their state.
+"""
+ASK_S = 0.02
+"""Seconds between two questions of such a rank whether the generation is interrupted."""
 
 
 @dataclass(frozen=True)
@@ -269,23 +277,24 @@ class _Restarts:
         device = self._health.identity if self._health is not None else ""
         notice = UnusableDevice(fault.reason, device, fault.is_broken)
         print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
-        self._report_and_exit(lambda: self._member.report_unusable_device(notice), BROKEN_DEVICE, guard)
-
-    def _leave_for_good(self, text: str, guard: Guard) -> NoReturn:
-        """Give the rank back, as the user asked, interrupt the other ranks, and end this process."""
-        self._report_and_exit(lambda: self._member.report_drained(text), DRAINED, guard)
-
-    def _report_and_exit(self, report: Callable[[], None], code: int, guard: Guard | None) -> NoReturn:
-        unheard = threading.Timer(REPORT_S, os._exit, [code])
-        unheard.daemon = True
-        unheard.start()
+        _end_after(REPORT_S, BROKEN_DEVICE)
         with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop the report.
-            report()
+            self._member.report_unusable_device(notice)
             if guard is not None:
                 guard.interrupt_all(Interruption.EXCEPTION)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            _end_now(BROKEN_DEVICE)
+
+    def _leave_for_good(self, text: str, now: Generation, guard: Guard) -> NoReturn:
+        """Give the rank back, as the user asked, and end this process once the coordinator interrupts the generation.
+
+        The end of a process interrupts all ranks. So this process stays while others of its node hand over their state.
+        """
+        _end_after(REPORT_S + self._training.watching.hang_s * MOST_OF_A_DEPARTURE, DRAINED)
+        with guard.atomic():
+            self._member.report_drained(text)
+            while not now.is_interrupted():
+                time.sleep(ASK_S)
+            _end_now(DRAINED)
 
     def _enter(self, now: Generation) -> Any:
         """Run one generation under a guard.
@@ -340,7 +349,7 @@ class _Restarts:
                     raise
                 raise _Unfit(error) from None  # Another attempt would fail in the same way.
             except RankLeaves as leaves:
-                self._leave_for_good(str(leaves), guard)
+                self._leave_for_good(str(leaves), now, guard)
             except (Regroup, GenerationInterrupted):
                 raise
             except ResultError as error:
@@ -357,6 +366,7 @@ class _Restarts:
 
         now.guard = guard
         now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
+        now.report_departure = self._member.report_departure
         try:
             ended = guard.run(body)
             if ended is GenerationEnd.INTERRUPTED and guard.hang is not None:
@@ -384,6 +394,19 @@ class _Restarts:
             # Megatron's rerun machine ends a rank with code 16 or 17 if a result is NaN or cannot be reproduced. The
             # state of every rank is intact then, so this is an interruption like any other.
             raise TrainingExit(f"the trainer ended this rank with exit code {exit_.code}") from exit_
+
+
+def _end_after(seconds: float, code: int) -> None:
+    """End this process with ``code`` after ``seconds``, even if its main thread waits for the coordinator then."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_now(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class TrainingExit(MoEvementError):

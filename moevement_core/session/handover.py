@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 from moevement_core.rebuild.live_replicas import snapshot_of_live
+from moevement_core.rendezvous.drains import HAND_OVER_LEASES, Departure
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.replication.allowance import LOG, OWN
 from moevement_core.replication.sender import Sender
@@ -16,12 +17,6 @@ from moevement_core.restart.generation import RankLeaves, generation, waiting_fo
 from moevement_core.saving.saving import Saving
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.topology.topology import Topology
-
-LEASES = 3
-"""Number of lease times for the copy of the state and its way to a peer together.
-
-The other ranks wait meanwhile, and count as hung after six lease times.
-"""
 
 
 def leave_if_asked(saving: Saving, committed: int, lease_s: float, *, may_hand_over: bool) -> None:
@@ -38,13 +33,15 @@ def leave_if_asked(saving: Saving, committed: int, lease_s: float, *, may_hand_o
     Raises:
         RankLeaves: this process is to give its rank back.
     """
-    page = own_page()
-    if page is None or generation() is None or not page.leaves_after(committed):
+    page, now = own_page(), generation()
+    if page is None or now is None or not page.leaves_after(committed):
         return
-    topology, deadline_s = saving.parts.topology, time.monotonic() + LEASES * lease_s
+    topology, deadline_s = saving.parts.topology, time.monotonic() + HAND_OVER_LEASES * lease_s
     elsewhere = [sender for sender in saving.peers.senders if _is_elsewhere(sender, topology)]
     if not elsewhere and page.leaving_before:
+        now.report_departure(Departure.STAYS)
         return  # The peers of this rank may leave with it, so it leaves after them.
+    now.report_departure(Departure.HANDS_OVER)
     why = "this job restores ranks from snapshots only"
     if may_hand_over:
         with waiting_for_others():

@@ -55,7 +55,7 @@ class StartedByHand:
                 process = psutil.Process(pid)
                 parent = process.parent()
                 if "launch" in process.cmdline() and parent is not None and "launch" not in parent.cmdline():
-                    send(pid, signal.SIGUSR1)
+                    send(pid, signal.SIGUSR2)
                     return
 
     def printed(self, text: str) -> int:

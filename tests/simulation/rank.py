@@ -35,6 +35,8 @@ from tests.simulation.world import Process, World
 TOKEN = Token("of a job that is simulated" * 2)
 NOTICED_S = 0.5
 """Longest time until a rank notices that its generation is interrupted, in seconds."""
+LEASES_TO_DEPART = 4
+"""Number of lease times for which a rank that has given its rank back waits for others."""
 ABORT_S = 0.3
 
 
@@ -152,7 +154,7 @@ class RankProcess(Process):
                 roster, rank = member.wait_for_rank()
             except JobStopped as stopped:
                 return 1 if str(stopped) else 0
-            self._enter_generation(roster, rank)
+            self._enter_generation(roster, rank, member)
             try:
                 reason = self._generation(member)
             except JobStopped as stopped:
@@ -166,7 +168,7 @@ class RankProcess(Process):
             had_recovered = self.training.resumed_in == roster.generation
             member.leave(reason, self.training.iteration, had_recovered=had_recovered)
 
-    def _enter_generation(self, roster: Any, rank: int) -> None:
+    def _enter_generation(self, roster: Any, rank: int, member: Member) -> None:
         self.generation = generations._generation = enter_generation(roster, rank)
         self.generation.guard = Guard(self)  # type: ignore[assignment]
         self.rank, self.world_size = rank, roster.world
@@ -176,6 +178,7 @@ class RankProcess(Process):
         self.job_group = None
         self.inside = roster.generation
         self.generation.is_interrupted = lambda: is_interrupted(self.values, roster.generation)
+        self.generation.report_departure = member.report_departure
         self.signals = GenerationStore(roster.generation, self.watching, self.connect)
         self.world.start(self, partial(self._watch, self.signals, roster.generation), "monitor")
         self.world.say(f"{self.name} enters generation {roster.generation} as rank {rank}")
@@ -201,7 +204,9 @@ class RankProcess(Process):
                 task.atomic += 1
                 try:
                     member.report_drained(str(leaves))
-                    self.signals.record_interrupted([InterruptionRecord(self.rank, Interruption.EXCEPTION)])
+                    deadline = self.world.now + LEASES_TO_DEPART * self.scenario.lease_s
+                    while self.world.now < deadline and not self.generation.is_interrupted():
+                        self.world.sleep(NOTICED_S / 4)
                 finally:
                     task.atomic -= 1
                 raise

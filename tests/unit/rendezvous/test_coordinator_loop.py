@@ -32,6 +32,13 @@ class Deciding(Holder):
         super().__init__()
         self.lease_s, self.state, self.end = LEASE_S, State.RUNNING, ("", 0)
         self.roster, self.is_winding_down, self.steps = SimpleNamespace(generation=3), False, 0
+        self.nowhere_to_go: str | None = None
+
+    def end_for_notices(self) -> str | None:
+        return self.nowhere_to_go
+
+    def wind_down(self) -> None:
+        self.is_winding_down, self.nowhere_to_go = True, None
 
     def step(self) -> None:
         self.steps += 1
@@ -136,3 +143,14 @@ def test_requests_of_supervisors_reach_the_coordinator(kind: str) -> None:
     assert asked[0] == (("a reason", 5) if kind == "stop" else ("", 0))
     client.close()
     job.loop.server.close()
+
+
+def test_a_job_whose_nodes_are_taken_away_ends_at_a_boundary_and_supervisors_learn_of_it() -> None:
+    job = Job()
+    client = job.client()
+    until(lambda: client.is_connected, lambda: job.loop.turn(0.01), lambda: client.step([0], {0: 5}))
+    assert not client.is_winding_down
+    client.notice("SIGUSR1 to task 0")
+    until(lambda: "task 0" in job.coordinator.leaving, lambda: job.loop.turn(0.01), lambda: client.step([0], {0: 5}))
+    job.coordinator.nowhere_to_go = "too few spares"
+    until(lambda: client.is_winding_down, lambda: job.loop.turn(0.01), lambda: client.step([0], {0: 5}))

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from moevement_core.rendezvous.coordinator import State
-from moevement_core.rendezvous.drains import AHEAD
-from moevement_core.rendezvous.roster import NoticedBy
-from moevement_core.rendezvous.values import Values
+from moevement_core.rendezvous.drains import AHEAD, ARRIVE_S, HAND_OVER_LEASES, Departure
+from moevement_core.rendezvous.notices import NOTICE_S
+from moevement_core.rendezvous.roster import INTERRUPTED, NoticedBy
+from moevement_core.rendezvous.values import Values, number_of
 from moevement_core.run.drain_requests import DrainRequest
 from tests.unit.rendezvous.job import Job
 
@@ -129,6 +130,87 @@ def test_ranks_of_a_node_leave_together_each_with_its_turn() -> None:
     assert turns(job) == {0: 0, 1: 1}
 
 
+def departing(turn: int = 0) -> Job:
+    """Return a job that drains a node of three ranks, of which member ``turn`` has handed over its state."""
+    job = Job(Values(), 4, 0, lease_s=LEASE_S)
+    for number, node in enumerate(["n0", "n0", "n0", "n1", "n2", "n2", "n2"]):
+        job.join(number, node=node)
+    train(job, COMMITTED)
+    ask(job, n0="test")
+    assert turns(job) == {0: 0, 1: 1, 2: 2}
+    job.members[turn].report_departure(Departure.HANDS_OVER)
+    job.members[turn].report_drained("rank 3 keeps its state")
+    job.coordinator.step()
+    return job
+
+
+def is_interrupted(job: Job) -> bool:
+    job.coordinator.step()
+    return number_of(job.values.read(INTERRUPTED)) >= job.coordinator.roster.generation
+
+
+def test_the_job_forms_once_when_all_ranks_of_a_node_have_handed_over_their_state() -> None:
+    job = departing()
+    for member in (1, 2):
+        job.members[member].report_departure(Departure.HANDS_OVER)
+    for member in (1, 2):
+        job.passes(5.0, job.members, COMMITTED)  # longer than a rank that has not arrived is waited for
+        assert not is_interrupted(job)
+        job.members[member].report_drained("rank 3 keeps its state")
+    assert is_interrupted(job)
+    job.leave(3, committed=COMMITTED + AHEAD)
+    assert job.coordinator.roster.ranks == {0: 4, 1: 5, 2: 6, 3: 3}
+    assert len(job.coordinator.roster.deaths) == 3
+
+
+def test_a_rank_that_stays_for_its_turn_is_not_waited_for() -> None:
+    job = departing()
+    for member in (1, 2):
+        assert not is_interrupted(job)
+        job.members[member].report_departure(Departure.STAYS)
+    assert is_interrupted(job)
+    assert job.coordinator.members.keys() == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_rank_that_does_not_arrive_is_waited_for_two_seconds_only() -> None:
+    job = departing()
+    job.passes(ARRIVE_S - 0.1, job.members, COMMITTED)
+    assert not is_interrupted(job)
+    job.passes(0.2, job.members, COMMITTED)
+    assert is_interrupted(job)
+
+
+def test_a_rank_that_cannot_send_its_state_is_waited_for_three_leases() -> None:
+    job = departing()
+    for member in (1, 2):
+        job.members[member].report_departure(Departure.HANDS_OVER)
+    job.coordinator.step()
+    job.passes(HAND_OVER_LEASES * LEASE_S - 0.5, job.members, COMMITTED)
+    assert not is_interrupted(job)
+    job.passes(1.0, job.members, COMMITTED)
+    assert is_interrupted(job)
+
+
+@pytest.mark.parametrize("member", [1, 3])
+def test_another_failure_ends_the_wait(member: int) -> None:
+    """Kill a rank of the same node that has not handed over its state, or one of another node."""
+    job = departing()
+    job.coordinator.died(member, 1000 + member, "was killed by signal 9")
+    assert is_interrupted(job)
+    assert 0 not in job.coordinator.members, "the rank that has handed over its state is lost at the same time"
+    assert 2 in job.coordinator.members
+
+
+def test_a_request_that_is_taken_back_waits_for_ranks_that_hand_over_already() -> None:
+    job = departing()
+    job.members[1].report_departure(Departure.HANDS_OVER)
+    ask(job)
+    assert not is_interrupted(job)
+    job.members[1].report_drained("rank 3 keeps its state")
+    assert is_interrupted(job)
+    assert job.coordinator.members.keys() == {2, 3, 4, 5, 6}
+
+
 def test_a_decision_is_taken_back_when_the_spares_are_gone() -> None:
     job = job_of(2, spares=["n2"])
     ask(job, n1="test")
@@ -219,3 +301,41 @@ def test_the_boundary_is_so_far_ahead_that_all_ranks_learn_of_it_before() -> Non
     ask(job, n1="test")
     now = COMMITTED + 1000
     assert now + 200 < job.coordinator.leaves[1].after < now + 400
+
+
+def notice(job: Job, *nodes: int) -> None:
+    """Let the supervisors of members on these nodes report that the scheduler takes the nodes away."""
+    for number in nodes:
+        job.coordinator.node_health(f"task {number}", [number], "SIGUSR1", is_leaving=True)
+    job.coordinator.step()
+
+
+def test_a_node_that_the_scheduler_takes_away_is_drained() -> None:
+    job = job_of(2, spares=["n2"])
+    notice(job, 1)
+    assert turns(job) == {1: 0}
+    leaves(job, 1)
+    assert "SIGUSR1" in job.coordinator.deaths[-1].how
+    job.passes(2 * NOTICE_S, job.members, COMMITTED + 20)
+    assert job.coordinator.end_for_notices() is None, "the ranks have moved"
+
+
+@pytest.mark.parametrize(("nodes", "spares"), [((0, 1), ["n2"]), ((1,), []), ((1,), ["n1"])])
+def test_a_job_whose_ranks_have_nowhere_to_go_ends_once_all_notices_may_have_come(
+    nodes: tuple[int, ...], spares: list[str]
+) -> None:
+    job = job_of(2, spares=spares)
+    notice(job, *nodes)
+    assert job.coordinator.end_for_notices() is None, "the spares may be on nodes whose notice is still to come"
+    job.passes(NOTICE_S, job.members, COMMITTED)
+    assert "scheduler" in (job.coordinator.end_for_notices() or "")
+    job.coordinator.wind_down()
+    assert job.coordinator.end_for_notices() is None
+
+
+def test_a_scheduler_may_take_away_a_node_that_has_spares_only() -> None:
+    job = job_of(2, spares=["n2"])
+    notice(job, 2)
+    job.passes(2 * NOTICE_S, job.members, COMMITTED)
+    assert job.coordinator.end_for_notices() is None
+    assert job.coordinator.waiting() == []
