@@ -101,6 +101,9 @@ class Frame:
                 lines += [Text(), *facts(_saving(line, has_ended=watched.has_ended), width)]
             else:
                 lines += [Text(), Text("no sparse checkpoints", "yellow")]
+        if not watched.has_ended:
+            for text in watched.figures.slow.values():
+                lines += [Text(), *_wrapped(text, width, "bold yellow")]
         if not watched.has_ended and (missing := missing_ranks(watched)):
             lines += [Text(), *_wrapped(f"missing ranks: {', '.join(ranges(missing))}", width, "bold red")]
         return lines

@@ -40,7 +40,7 @@ class Reduction(IntEnum):
     MAX = 3
 
 
-_GATHER, _BROADCAST, _QUESTION = 11, 12, 13
+_GATHER, _BROADCAST, _QUESTION, _DECISION = 11, 12, 13, 14
 """Kinds of collectives that are no :class:`Reduction`."""
 _COMBINE: dict[Reduction, Callable[..., Any]] = {
     Reduction.SUM: torch.add,
@@ -170,6 +170,28 @@ class TreeGroup:
                 step.receive(child)
             answer = bytes([question()]) if self._parent is None else b""
             return bool(step.pass_down(answer)[0])
+
+    def decide(self, data: bytes, decision: Callable[[list[bytes]], bytes]) -> bytes:
+        """Collect the bytes that each rank gives on one rank, the root, which decides for all. Collective.
+
+        The root gets N values. Every other rank passes on those of the ranks below it, and gets the decision alone.
+
+        Args:
+            data: bytes of this rank.
+            decision: function of the values of all ranks, in the order of :attr:`ranks`; the root calls it.
+
+        Returns:
+            The result of ``decision``, on every rank.
+
+        Raises:
+            RuntimeError: a rank of the group is lost.
+            ExchangeError: another rank calls another collective.
+        """
+        parts = [_PART.pack(self.place, len(data)), data]
+        with _Collective(self, _DECISION) as step:
+            parts += [step.receive(child) for child in self._children]
+            collected = b"".join(parts)
+            return step.pass_down(decision(_values(collected, self.size)) if self._parent is None else collected)
 
     def close(self) -> None:
         """End the thread of :meth:`reduce_later`, after the reductions that have begun."""

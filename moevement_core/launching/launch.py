@@ -40,6 +40,7 @@ from moevement_core.rendezvous.values import Values
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
+from moevement_core.speed.config import EVICT_SLOW
 from moevement_core.util.environment import MEMBER_ENV, NODE_ENV, STORE_ENV, SUPERVISOR_ENV
 from moevement_core.util.exit_codes import REPLACES_ENV
 from moevement_core.util.file_modes import FLAG, make_folder, use_file_mode
@@ -111,6 +112,20 @@ def value_of(argv: list[str], flag: str) -> str | None:
     return value
 
 
+def refuse_eviction(argv: list[str], spares: int | None) -> None:
+    """Refuse ``--moevement-evict-slow`` in a job that cannot drain a rank.
+
+    Raises:
+        ConfigError: the job has no spares, or no run directory for requests to drain.
+    """
+    if EVICT_SLOW not in config_file.expand(argv[1:]):
+        return
+    if not spares:
+        raise ConfigError(f"{EVICT_SLOW} without --spares: no process could take over a slow rank; give --spares 1")
+    if run_dir_of(argv) is None:
+        raise ConfigError(f"{EVICT_SLOW} without --run-dir: the requests to drain are files there; give a folder")
+
+
 def train_iters_of(argv: list[str]) -> int | None:
     """Return the value of ``--train-iters``, for a progress bar; None if the flag is missing or is not a number."""
     value = value_of(argv, "--train-iters")
@@ -140,6 +155,7 @@ def launch_on_this_host(launch: Launch) -> int:
     _check(launch)
     if value_of(launch.argv, HEALTH_CHECK) is not None:
         raise ConfigError(f"{HEALTH_CHECK}: this job has one host, and its ranks cannot move elsewhere; leave it out")
+    refuse_eviction(launch.argv, launch.spares)
     try:
         argv, variables = read_once(launch.argv)
         return _run(replace(launch, argv=argv, variables=variables))

@@ -250,7 +250,46 @@ class GroupsSplit(_Plain):
     """Nodes of each group in ``ranks``, in the same order."""
 
 
+@dataclass(frozen=True)
+class SlowPlaceFound(_Plain):
+    """Warning that a rank or a node is slower than its peers. It is not repeated until the place is fast again."""
+
+    kind: ClassVar[str] = "slow"
+    text: str
+    """Text of the warning."""
+    iteration: int
+    """Newest committed iteration."""
+    ranks: tuple[int, ...]
+    """Slow ranks: one, or those of a slow node."""
+    node: str
+    """Node of the ranks."""
+    devices: tuple[int, ...]
+    """Local number of each rank's device; empty on CPUs, and in a job without spares."""
+    phase: str
+    """Phase in which most time is lost: ``forward and backward pass``, ``update`` or ``sending``."""
+    factor: float
+    """Time that the rank's own work takes, without waiting for others, divided by that of its peers."""
+    is_evicted: bool
+    """True if the job has asked to drain the place because of ``--moevement-evict-slow``."""
+
+
+@dataclass(frozen=True)
+class FastAgain(_Plain):
+    """End of a period in which a rank or a node was slower than its peers."""
+
+    kind: ClassVar[str] = "fast_again"
+    text: str
+    """Text of the log message."""
+    iteration: int
+    """Newest committed iteration."""
+    ranks: tuple[int, ...]
+    """Ranks that were slow."""
+    node: str
+    """Node of the ranks."""
+
+
 PLAIN = (
     Started, Restarted, Resized, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned,
     AboveCap, NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
+    SlowPlaceFound, FastAgain,
 )  # fmt: skip

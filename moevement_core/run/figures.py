@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from moevement_core.run.account import PARTS
+from moevement_core.run.events import FastAgain, SlowPlaceFound, Started
 
 
 class FigureKind(StrEnum):
@@ -93,6 +94,7 @@ RANKS = Figure(
     is_in_tensorboard=False,
 )  # fmt: skip
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
+SLOW = Figure("slow_ranks", "ranks", "Ranks that are slower than their peers now.", is_in_tensorboard=False)
 REFUSED = Figure(
     "refused_connections", "connections", "Connections to the coordinator whose callers lacked the job's token "
     "(docs/security.md).", FigureKind.COUNTER, is_in_tensorboard=False,
@@ -108,6 +110,13 @@ OF_TRAINING = (
     Figure("gradient_norm", "", "Norm of the gradients of the newest iteration, before clipping.", field="grad_norm"),
     Figure("learning_rate", "", "Learning rate of the newest iteration.", field="learning_rate"),
     Figure("iteration_seconds", "seconds", "Duration of the newest iteration.", field="iteration_s"),
+    Figure(
+        "slowest_rank", "", "Rank whose own work took longest compared with its peers, in the last comparison.",
+        field="slowest_rank",
+    ),
+    Figure(
+        "slowest_factor", "", "Time of that rank's own work divided by that of its peers.", field="slowest_factor"
+    ),
     Figure("tokens_per_second", "tokens/s", "Tokens per second in the newest iteration.", field="tokens_per_s"),
 )  # fmt: skip
 OF_CHECKPOINTS = (
@@ -199,10 +208,14 @@ OF_CHECKPOINTS = (
         field="expert_imbalance",
     ),
 )  # fmt: skip
-OF_JOB = (EFFECTIVE, RANKS, NODES, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
-          WARNINGS, REFUSED)  # fmt: skip
+OF_JOB = (
+    EFFECTIVE, RANKS, NODES, SLOW, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
+    WARNINGS, REFUSED,
+)  # fmt: skip
 FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
-WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed")
+WARNING_EVENTS = (
+    "nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed", "above_cap", "slow",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -229,6 +242,8 @@ class RunFigures:
     """Number of lines of ``metrics.jsonl`` so far, one for each committed iteration."""
     world_size: int | None = None
     """Number of ranks of the job, according to the newest event with this number; None before the job has started."""
+    slow: dict[tuple[int, ...], str] = field(default_factory=dict)
+    """Text of the warning about each place that is slow now, by its ranks."""
     _began_at: float | None = None
     """Time at which the first recorded iteration began, in seconds since the epoch."""
     _timed: int = 0
@@ -280,6 +295,12 @@ class RunFigures:
             self._sums[LOST_TOKENS.name] += sum(event["lost_tokens"].values())
         elif kind in WARNING_EVENTS:
             self._sums[WARNINGS.name] += 1
+        if kind == SlowPlaceFound.kind and not event["is_evicted"]:
+            self.slow[tuple(event["ranks"])] = event["text"]
+        elif kind == FastAgain.kind:
+            self.slow.pop(tuple(event["ranks"]), None)
+        elif kind in (Started.kind, "failure"):  # Ranks have moved, and places that are still slow are named again.
+            self.slow.clear()
 
     @property
     def effective(self) -> float | None:
@@ -317,6 +338,8 @@ class RunFigures:
                 )
             elif figure is LAST_RECOVERED_AT and self.recoveries:
                 yield FigureSample(figure, self.recoveries[-1]["resumed_at"])
+            elif figure is SLOW and self.line.get("slowest_factor") is not None:
+                yield FigureSample(figure, sum(map(len, self.slow)))
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yield the tag and the value of each figure that TensorBoard shows.

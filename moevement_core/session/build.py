@@ -42,6 +42,7 @@ from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.session.drill import refuse_without_wipe
 from moevement_core.session.session import Session
+from moevement_core.session.speed_watch import SpeedWatch
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
@@ -191,7 +192,11 @@ def build_session(
     )
     if joining is None:
         saving.start()
-    return Session(binding, config, saving, prepared, snapshots_before=snapshots_before or (), is_first=joining is None)
+    speed = SpeedWatch(device, reports, binding, config.speed)
+    return Session(
+        binding, config, saving, speed, prepared=prepared, snapshots_before=snapshots_before or (),
+        is_first=joining is None,
+    )  # fmt: skip
 
 
 def _record_bytes(binding: Binding, strategy: Strategy) -> int:

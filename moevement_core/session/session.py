@@ -30,6 +30,8 @@ from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.handover import leave_if_asked
 from moevement_core.session.recoverer import Recoverer
+from moevement_core.session.speed_watch import SpeedWatch
+from moevement_core.speed.waits import waits
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.trainer import observer
 from moevement_core.trainer.binding import Binding
@@ -46,6 +48,7 @@ class Session:
         binding: binding of the trainer.
         config: flags of the job.
         saving: saving of this rank's snapshots.
+        speed: watch over the speed of ranks.
         prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
         snapshots_before: snapshots from before an elastic job changed its ranks. The session frees them when a window
             has been persisted since then.
@@ -58,12 +61,14 @@ class Session:
         binding: Binding,
         config: SessionConfig,
         saving: Saving,
+        speed: SpeedWatch,
         prepared: Prepared | None,
         snapshots_before: Sequence[FormationSnapshots] = (),
         *,
         is_first: bool,
     ) -> None:
         self.binding, self.saving, self.snapshots_before = binding, saving, snapshots_before
+        self.speed = speed
         self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
         self._is_elastic, self._lease_s = config.elastic.is_elastic, config.timeouts.lease_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
@@ -89,7 +94,8 @@ class Session:
 
     def _vote(self) -> None:
         """Wait until every rank has reached the commit point, and raise if a rank was interrupted."""
-        vote(self.saving.topology.channels.job_group)
+        with waits.waiting():
+            vote(self.saving.topology.channels.job_group)
 
     def _log_gradients(self, iteration: int) -> None:
         if observer.observer.is_capturing:
@@ -132,6 +138,7 @@ class Session:
             saving.checkpointer.pause(committed)
             saving.checkpointer.wait_for_gradient_copies(committed)
             self.totals.last_begin_s = 0.0
+            self._watch_speed(committed)
             return
         saving.windows.count(committed)
         saving.decide(committed)
@@ -151,6 +158,10 @@ class Session:
         begin_s = time.perf_counter() - began
         self.totals.began(begin_s)
         saving.meter.begin(committed + 1, begin_s, saving.policy_s, gradient_stall_s)
+        self._watch_speed(committed)
+
+    def _watch_speed(self, committed: int) -> None:
+        self.speed.begin_iteration(committed, self.saving.topology, self.saving.peers.senders)
 
     @property
     def _may_hand_over(self) -> bool:
@@ -178,7 +189,9 @@ class Session:
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.end()  # so that a rank that is interrupted after its step has a complete log
         iteration = self.binding.iteration + 1
+        self.speed.begin_update()
         result = self.commit.step(iteration)
+        self.speed.end_update()
         self.records.committed(iteration)
         has_committed()
         if (page := own_page()) is not None:
@@ -225,6 +238,7 @@ class Session:
             "on_disk": self.saving.disk.newest,
             "disk_written_bytes": self.saving.disk.written_bytes,
             "tokens_owed": self.saving.windows.tokens_owed,
+            **self.speed.fields(),
             **overhead_fields(self.saving.meter.measured(), self.saving.watch.allowed_share(self.saving.windows.worth)),
         }
 
@@ -242,6 +256,7 @@ class Session:
         """Undo work that is half done because the restart guard raised its exception in the middle of it."""
         self.commit.interrupted()
         self.recoverer.interrupted()
+        self.speed.interrupted()
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.interrupted()
         self.saving.interrupted()

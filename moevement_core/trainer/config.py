@@ -14,6 +14,7 @@ from moevement_core.monitoring.config import MetricsConfig, unserved
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
+from moevement_core.speed.config import EVICT_SLOW, SpeedConfig
 from moevement_core.storage.config import DiskConfig
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
@@ -35,6 +36,7 @@ class SessionConfig:
     disk: DiskConfig
     drill: DrillConfig
     elastic: ElasticConfig
+    speed: SpeedConfig
 
     @staticmethod
     def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
@@ -72,6 +74,11 @@ class SessionConfig:
                 f"{ELASTIC} with --moevement-strategy {strategy.name}: tokens that an expert has lost are counted only "
                 "on the ranks that saved the expert; leave one of these flags out"
             )
+        speed = from_args(SpeedConfig, args)
+        if elastic.is_elastic and speed.evict_slow:
+            raise ConfigError(
+                f"{EVICT_SLOW} with {ELASTIC}: without a spare, the job would shrink; leave {EVICT_SLOW} out"
+            )
         copies = _copies(from_args(CopiesConfig, args), strategy, disk)
         _refuse_to_drop(budget, copies, disk)
         return SessionConfig(
@@ -83,6 +90,7 @@ class SessionConfig:
             disk=disk,
             drill=from_args(DrillConfig, args),
             elastic=elastic,
+            speed=speed,
         )
 
 
@@ -165,5 +173,5 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
         )
     add_flags(
         group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
-        MetricsConfig, DrillConfig, ElasticConfig,
+        MetricsConfig, DrillConfig, ElasticConfig, SpeedConfig,
     )  # fmt: skip

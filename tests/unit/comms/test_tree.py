@@ -217,3 +217,18 @@ def _twice() -> list[int]:
 def test_each_default_group_has_a_group_of_all_ranks() -> None:
     for outcome in run_ranks(_twice, 6):
         assert outcome.result == [0, 1, 4, 9, 16, 25]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_rank_decides_on_the_values_of_all(size: int) -> None:
+    deciding: list[list[bytes]] = []
+
+    def decide(values: list[bytes]) -> bytes:
+        deciding.append(values)
+        return b"+".join(values)
+
+    with connected(size) as groups:
+        results = on_all(groups, lambda group: group.decide(str(group.place).encode(), decide))
+    places = [str(place).encode() for place in range(size)]
+    assert deciding == [places]
+    assert results == [b"+".join(places)] * size

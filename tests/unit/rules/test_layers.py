@@ -25,9 +25,9 @@ MAY_KNOW = {
 """Other top-level packages that each may import, of this project and of Megatron."""
 WITHOUT_CYCLES = tuple(TOP_PACKAGES)
 PACKAGES = (
-    "", "util", "policy", "overhead", "run", "comms", "snapshot", "replication", "strategies", "storage", "engine",
-    "elastic", "rendezvous", "restart", "recovery", "planning", "simulator", "monitoring", "trainer", "topology",
-    "rebuild", "saving", "session", "launching",
+    "", "util", "policy", "overhead", "speed", "run", "comms", "snapshot", "replication", "strategies", "storage",
+    "engine", "elastic", "rendezvous", "restart", "recovery", "planning", "simulator", "monitoring", "trainer",
+    "topology", "rebuild", "saving", "session", "launching",
 )  # fmt: skip
 """Packages of the engine, the lowest first; the empty name stands for the modules that belong to no package."""
 BESIDE = frozenset({"__init__", "device", "errors", "log", "operators", "precision"})

@@ -14,6 +14,7 @@ from moevement_core.monitoring.config import MetricsConfig
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
+from moevement_core.speed.config import SpeedConfig
 from moevement_core.storage.config import DiskConfig
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.trainer.config import add_session_flags
@@ -54,6 +55,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "--moevement-inject-speedup": OR_ENDLESS,
     },
     MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
+    SpeedConfig: {"--moevement-slow-factor": Range(1.05), "--moevement-evict-slow-seconds": OR_ENDLESS},
     ElasticConfig: {"--moevement-join-wait": NOT_NEGATIVE},
     SlotsConfig: {
         "--moevement-expert-slots": AT_LEAST_ONE, "--moevement-min-replicas": AT_LEAST_ONE,

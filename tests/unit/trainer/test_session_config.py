@@ -32,7 +32,8 @@ from tests.unit.policy.tables import equal_experts
 FLAGS = {
     "--moevement-elastic", "--moevement-join-wait", "--moevement-load-iteration", "--moevement-keep-windows",
     "--moevement-keep-windows-every",
-    "--moevement-bandwidth", "--moevement-health-check",
+    "--moevement-bandwidth", "--moevement-health-check", "--moevement-slow-factor", "--moevement-evict-slow",
+    "--moevement-evict-slow-seconds",
     "--moevement-health-seconds", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",

@@ -1,0 +1,99 @@
+"""Ranks that are slower than their peers are named once, and drained if the flags say so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.run.run_record import RunRecord
+from moevement_core.speed.phases import PHASES
+from tests.launching import finished, launch
+from tests.training import ROOT
+
+EXAMPLE = ROOT / "examples" / "plain_torch"
+PACED = """
+import os, sys, time
+sys.path.insert(0, {example!r})
+import train
+original = train.Trainer.forward_backward
+slow = os.environ.get("MOEVEMENT_MEMBER") in {slow!r}
+
+def forward_backward(self, iteration):
+    time.sleep(0.1 if slow else 0.04)
+    original(self, iteration)
+
+train.Trainer.forward_backward = forward_backward
+train.main()
+"""
+
+
+def torch_words(folder: Path, iterations: int, *slow: str) -> list[str]:
+    script = folder / "paced.py"
+    script.write_text(PACED.format(example=str(EXAMPLE), slow=slow))
+    return ["--trainer", "torch", str(script), "--moevement-window", "3", "--iterations", str(iterations)]
+
+
+def run(run_dir: Path, *words: str, spares: int = 1) -> RunRecord:
+    code, out, err = finished(launch("--nproc", "2", "--spares", str(spares), *words, "--run-dir", str(run_dir)))
+    assert code == 0, out + err
+    return RunRecord(run_dir)
+
+
+def test_a_slow_process_is_named_and_its_rank_moves_to_a_spare(tmp_path: Path) -> None:
+    words = torch_words(tmp_path, 90, "1")
+    record = run(
+        tmp_path / "run", *words, "--moevement-evict-slow", "--moevement-evict-slow-seconds", "0.1",
+        "--moevement-slow-factor", "1.5",
+    )  # fmt: skip
+    events = list(record.events())
+    (slow,) = [event for event in events if event["event"] == "slow"]
+    assert (slow["ranks"], slow["phase"], slow["is_evicted"]) == ([1], PHASES[0], True)
+    assert slow["factor"] > 1.5
+    (failure,) = [event for event in events if event["event"] == "failure"]
+    assert "drain" in failure["noticed_by"]
+    assert failure["recovery"]["replayed"] == 0
+    compared = {round(line["slowest_factor"], 3) for line in record.metrics() if line.get("slowest_factor") is not None}
+    assert slow["factor"] in compared
+    unpaced = [str(EXAMPLE / "train.py") if word.endswith(".py") else word for word in words]
+    run(tmp_path / "free", *unpaced, spares=0)
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a processor for each rank")
+def test_a_rank_whose_processor_is_shared_is_named(tmp_path: Path) -> None:
+    """Pin each rank to a processor of its own, and let an endless loop share that of rank 1."""
+    script = tmp_path / "pinned.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport train\n"
+        "os.sched_setaffinity(0, {int(os.environ['RANK'])})\ntrain.main()\n"
+    )
+    job = launch(
+        "--nproc", "2", "--trainer", "torch", str(script), "--iterations", "4000", "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    record, loops = RunRecord(tmp_path / "run"), list[subprocess.Popen[bytes]]()
+    try:
+        deadline = time.monotonic() + 120
+        while job.poll() is None and not any(event["event"] == "slow" for event in record.events()):
+            assert time.monotonic() < deadline
+            iteration = (record.newest_metric() or {"iteration": 0})["iteration"]
+            if iteration > 100 and not loops:
+                loops.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                os.sched_setaffinity(loops[0].pid, {1})
+            time.sleep(0.1)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+        if job.poll() is None:
+            job.terminate()
+        finished(job)
+    slow = [event for event in record.events() if event["event"] == "slow"]
+    assert slow[0]["ranks"] == [1]
+    assert slow[0]["iteration"] > 100
