@@ -508,6 +508,10 @@ class Checkpointer:
             self.replicator.withheld = frozenset(unneeded.withheld)
             for first, last in unneeded.lost_ranges:
                 self.replicator.drop(first, last)
+            if persisted is None or persisted >= self.history.oldest.start:
+                longest = None if persisted is None else self.history.at(persisted).last_of_run(persisted)
+                for first, last in self.lifetime.useless_copies(agreed, longest):
+                    self.replicator.drop_copies(first, last)
             if self._writer is not None:
                 self._writer.learn(agreed.writing)
                 if persisted is not None and persisted >= self._written_from:

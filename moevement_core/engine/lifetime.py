@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents
-from moevement_core.snapshot.agreement import Agreed, RunStatus
+from moevement_core.snapshot.agreement import HORIZON, Agreed, RunStatus
 from moevement_core.strategies.strategy import Strategy
 from moevement_core.util.iterations import is_newer, newest_of
 
@@ -95,6 +95,25 @@ class Lifetime:
         never = [iteration for iteration in here if iteration < first_open and is_newer(iteration, last)]
         withheld = [iteration for iteration in never if iteration in self._kept_restored]
         return Unneeded(old, [iteration for iteration in never if iteration not in withheld], withheld)
+
+    def useless_copies(self, agreed: Agreed, last: int | None) -> list[tuple[int, int]]:
+        """Return the snapshots of any rank that no recovery can use, as first and last iteration of each range.
+
+        A rank asks its peers to drop such snapshots of its own. But a replacement that took over newer state has never
+        had the snapshots of its predecessor. So the ranks that keep copies of them drop these too, because they would
+        have no memory for new snapshots otherwise.
+
+        Args:
+            agreed: statuses of the job's runs, which :meth:`learn` has applied.
+            last: last snapshot of the persisted run by its schedule; None without such a run.
+        """
+        end, kept = agreed.first_open(after=self.first_needed), self._kept_restored
+        newest = newest_of((last, self.last_needed))
+        begin = end - HORIZON if newest is None else newest + 1
+        ranges = (
+            [range(begin, min(kept.start, end)), range(max(begin, kept.stop), end)] if kept else [range(begin, end)]
+        )
+        return [(each[0], each[-1]) for each in ranges if each]
 
     @property
     def first_needed(self) -> int | None:

@@ -77,6 +77,11 @@ class Replicator:
         for sender in self._senders:
             sender.drop(first, last)
 
+    def drop_copies(self, first: int, last: int) -> None:
+        """Free the copies of other ranks' snapshots from ``first`` to ``last``."""
+        for store in self.stores:
+            store.drop(first, last - first + 1)
+
     def free(self, first: int, last: int | None) -> bool:
         """Free those parts of copies for other ranks that no restore point needs.
 

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from moevement_core.comms.token import Token
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
@@ -51,12 +49,9 @@ class StartedByHand:
     def wind_down(self, cluster: Cluster) -> None:
         """Ask one of the tasks to let the job save and end."""
         for name, machine in cluster.machines.items():
-            for pid in machine.processes() if name in cluster.names else ():
-                process = psutil.Process(pid)
-                parent = process.parent()
-                if "launch" in process.cmdline() and parent is not None and "launch" not in parent.cmdline():
-                    send(pid, signal.SIGUSR2)
-                    return
+            for pid in machine.tasks() if name in cluster.names else ():
+                send(pid, signal.SIGUSR2)
+                return
 
     def printed(self, text: str) -> int:
         """Return how often the coordinators and the tasks have printed a text."""

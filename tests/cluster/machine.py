@@ -136,6 +136,11 @@ class Machine:
         """Return the host's ids of all processes of the machine, except for the first process."""
         return [pid for pid in self._all() if pid != self._first]
 
+    def tasks(self) -> list[int]:
+        """Return the host's ids of the job's tasks here: launchers that no other launcher has started."""
+        launchers = [process for process in map(psutil.Process, self.processes()) if "launch" in process.cmdline()]
+        return [launcher.pid for launcher in launchers if launcher.ppid() not in {each.pid for each in launchers}]
+
     def stop(self) -> None:
         """Stop all processes, also those that they fork meanwhile, and wait until all their threads have stopped."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from moevement_cli.main import main
 from tests.cluster.cluster import Cluster
+from tests.cluster.machine import send
 from tests.cluster.training import PP2_EP2, Training, assert_undisturbed, train
 
 FLAGS: dict[str, Any] = {**PP2_EP2, "train_iters": 5000, "moevement_lease_seconds": 5.0}
@@ -51,6 +53,27 @@ def test_a_rank_is_killed_while_a_node_is_drained(cluster: Cluster, tmp_path: Pa
     training.wait_for_iteration(training.iteration() + 10)
     assert main(["drain", str(training.run_dir), "n2", "--cancel"]) == 0
     training.end()
+    assert_undisturbed(training, **FLAGS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", [["n2"], ["n2", "n3"]])
+def test_a_scheduler_takes_nodes_away(nodes: list[str], cluster: Cluster, tmp_path: Path) -> None:
+    """Send SIGUSR1 to the task of one node, whose ranks move, or of two, for whose ranks there are no spares."""
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(6)
+    for node in nodes:
+        (task,) = cluster.machines[node].tasks()
+        send(task, signal.SIGUSR1)
+    if nodes == ["n2"]:
+        failure = training.wait_for_event("failure")[0]
+        assert "SIGUSR1" in failure["failures"][0]
+        assert (training.ranks_on("n3"), failure["recovery"]["replayed"]) == ([2, 3], 0)
+        training.wait_for_iteration(training.iteration() + 5)
+        training.end()
+    else:
+        training.wait()
+        assert training.events("failure") == []
     assert_undisturbed(training, **FLAGS)
 
 

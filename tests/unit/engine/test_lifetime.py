@@ -10,7 +10,7 @@ import pytest
 from moevement_core.engine.lifetime import Lifetime, RunSpan, Unneeded
 from moevement_core.policy.schedule import Contents, ScheduleHistory
 from moevement_core.policy.window import WindowKind
-from moevement_core.snapshot.agreement import Agreed, RunStatus
+from moevement_core.snapshot.agreement import HORIZON, Agreed, RunStatus
 from moevement_core.strategies import DenseToPeers, MoEvement, Strategy
 from tests.unit.policy.tables import equal_experts
 
@@ -150,3 +150,31 @@ def test_only_the_window_under_way_is_given_up(
 def test_nothing_is_persisted_before_all_ranks_have_said_so() -> None:
     lifetime = Lifetime(STRATEGIES["dense"])
     assert lifetime.persisted is None
+
+
+@pytest.mark.parametrize(
+    ("statuses", "persisted", "useless"),
+    [
+        ({0: PERSISTED, 3: OPEN}, (0, 2), []),
+        # No rank can use the window that began with 3: a rank has moved to a process that never had its snapshots.
+        ({0: PERSISTED, 6: OPEN}, (0, 2), [(3, 5)]),
+        # A replacement knows of no run yet.
+        ({}, (0, 2), [(3, 7)]),
+        ({6: OPEN}, None, [(6 - HORIZON, 5)]),
+    ],
+)
+def test_copies_that_no_rank_can_use_may_go(
+    statuses: Mapping[int, RunStatus], persisted: tuple[int, int] | None, useless: list[tuple[int, int]]
+) -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=None if persisted is None else RunSpan(*persisted))
+    lifetime.learn(agreed := Agreed(8, statuses), ())
+    assert lifetime.useless_copies(agreed, None if persisted is None else persisted[1]) == useless
+
+
+def test_copies_of_a_longer_run_and_of_a_run_that_was_loaded_stay() -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"], persisted=RunSpan(0, 2))
+    lifetime.learn(agreed := Agreed(8, {6: OPEN}), ())
+    assert lifetime.useless_copies(agreed, 4) == [(5, 5)], "the run has five snapshots on another stage"
+    lifetime.nothing_is_persisted()
+    lifetime.restored(1, 2)
+    assert lifetime.useless_copies(agreed, None) == [(6 - HORIZON, 0), (3, 5)]
