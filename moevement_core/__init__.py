@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from moevement_core.trainer.commit import Vote as Vote
     from moevement_core.trainer.config import SessionConfig as SessionConfig
     from moevement_core.trainer.config import add_session_flags as add_session_flags
+    from moevement_core.trainer.torch_binding import TorchBinding as TorchBinding
 
 _HOMES = {
     "engine.layout": ("OperatorState",),
@@ -79,6 +80,7 @@ _HOMES = {
     "trainer.binding": ("Binding", "Counts", "Place"),
     "trainer.commit": ("Commit", "Mark", "UpdateCommit", "Vote"),
     "trainer.config": ("SessionConfig", "add_session_flags"),
+    "trainer.torch_binding": ("TorchBinding",),
     "session.loop": ("iterations", "train"),
     "session.session": ("Session",),
     "snapshot.snapshot": ("Snapshot", "StateTensor"),

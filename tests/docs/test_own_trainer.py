@@ -10,15 +10,17 @@ from tests.docs.commands import blocks
 from tests.training import ROOT
 
 PAGE = ROOT / "docs" / "own_trainer.md"
-EXAMPLE = ROOT / "examples" / "plain_torch" / "train.py"
+EXAMPLES = [ROOT / "examples" / "plain_torch" / name for name in ("small.py", "train.py")]
+"""Examples from which the page shows code, in the order of its blocks."""
 
 
-def test_the_loop_is_that_of_the_example() -> None:
-    (loop,) = (block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python")
-    of_example = {line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()}
-    shown = [line.strip() for line in loop.lines if line.strip()]
-    assert len(shown) > 7
-    assert not set(shown) - of_example
+def test_the_code_is_that_of_the_examples() -> None:
+    shown = [block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python"]
+    for block, example in zip(shown, EXAMPLES, strict=True):
+        of_example = {line.strip() for line in example.read_text(encoding="utf-8").splitlines()}
+        lines = [line.strip() for line in block.lines if line.strip()]
+        assert len(lines) > 7
+        assert not set(lines) - of_example
 
 
 def test_the_reference_is_up_to_date() -> None:

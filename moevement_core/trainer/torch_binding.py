@@ -1,0 +1,475 @@
+"""Binding for a model in plain torch, an ``nn.Module``, with an optimizer of torch.
+
+The model is replicated: each rank holds all parameters, or all except parameters that only one rank holds, such as the
+experts of expert parallelism. The binding averages gradients over the ranks itself, so the model is not wrapped in
+``DistributedDataParallel``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moevement_core.engine.layout import OperatorState
+from moevement_core.errors import ConfigError
+from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, StateBytes, layer_name
+from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.feed import Feeding
+from moevement_core.recovery.replay import Trainer
+from moevement_core.snapshot.snapshot import Snapshot, StateTensor
+from moevement_core.snapshot.whole import begin_whole
+from moevement_core.trainer.binding import Binding, Place, Replicas
+from moevement_core.trainer.commit import Commit, UpdateCommit, Vote
+
+BUCKET = 1 << 23
+"""Approximate number of gradient elements that ranks average in one collective."""
+SEEDS = 1 << 62
+"""Number of seeds of random numbers."""
+
+OperatorParts = tuple[str, OperatorKind, Sequence[nn.Parameter]]
+"""Name of an operator, its kind, and its parameters on this rank."""
+
+
+class TorchBinding(Binding):
+    """Binding of one rank of a job that trains a replicated ``nn.Module``.
+
+    The constructor makes no collective, because a replacement calls it alone. All ranks must build equal weights, for
+    example after ``torch.manual_seed``.
+
+    Args:
+        model: the model, on its device, not wrapped in ``DistributedDataParallel``. Parameters are not sharded.
+        optimizer: optimizer of torch with the model's parameters. If it has no state yet, the constructor creates that
+            state as the first step would.
+        compute_gradients: function that computes the gradients of this rank's share of the batch of an iteration, and
+            returns the loss, or losses by name. The batch depends only on the iteration's number.
+        operators: operators of this rank; None: each element of the model's outermost ``nn.ModuleList`` is an operator,
+            and so are the embeddings and the rest. Names must not depend on the rank.
+        local: parameters that no other rank holds, such as those of this rank's experts.
+        clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
+        scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer; the binding steps it.
+        seed: seed of the random numbers, which each rank draws anew in each iteration.
+
+    Raises:
+        ConfigError: the model or the optimizer is of a kind that this class does not handle.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute_gradients: Callable[[int], torch.Tensor | Mapping[str, torch.Tensor]],
+        *,
+        operators: Iterable[OperatorParts] | None = None,
+        local: Iterable[nn.Parameter] = (),
+        clip_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        seed: int = 0,
+    ) -> None:
+        _refuse(model)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
+        self._parts = [
+            (name, kind, list(parameters))
+            for name, kind, parameters in (operators_of(model) if operators is None else operators)
+        ]
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _refuse_unnamed(model, trained, self._parts)
+        make_state(optimizer)
+        is_local = {id(parameter) for parameter in local}
+        self._local = [parameter for parameter in trained if id(parameter) in is_local]
+        self._buckets = list(_buckets(parameter for parameter in trained if id(parameter) not in is_local))
+        self._logged = {id(parameter): torch.zeros_like(parameter).view(-1) for parameter in trained}
+        """Gradients of the last update by the parameter's id, for redo."""
+
+    # An iteration
+
+    def forward_backward(self, iteration: int) -> None:
+        """Compute the gradients of an iteration; the loop calls it before ``session.step``.
+
+        Random numbers are a function of the binding's seed, the iteration and the rank.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS)
+        losses = self._compute_gradients(iteration)
+        named = losses if isinstance(losses, Mapping) else {"loss": losses}
+        self.losses[iteration] = {name: loss.detach() for name, loss in named.items()}
+
+    def reduce(self) -> dict[str, Any]:
+        """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
+        world, squares = dist.get_world_size(), torch.zeros(())
+        for bucket in self._buckets:
+            # Parameters without a gradient stay in the bucket: the bits of a sum may depend on the position in it.
+            flat = torch.cat([
+                torch.zeros_like(parameter).view(-1) if parameter.grad is None else parameter.grad.reshape(-1)
+                for parameter in bucket
+            ]).div_(world)  # fmt: skip
+            dist.all_reduce(flat)
+            squares = squares + flat.float().square().sum().cpu() if self._clip_norm is not None else squares
+            for parameter, mean in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(mean.view_as(parameter))
+        own = [parameter.grad.div_(world) for parameter in self._local if parameter.grad is not None]
+        losses = self.losses[self.iteration + 1]
+        sums = torch.stack([
+            sum((each.float().square().sum().cpu() for each in own), torch.zeros(())),
+            *(loss.float().cpu() for loss in losses.values()),
+        ]).to(self._device)  # fmt: skip
+        dist.all_reduce(sums)
+        of_local, *of_losses = sums.tolist()
+        outcome = {"losses": {name: total / world for name, total in zip(losses, of_losses, strict=True)}}
+        if self._clip_norm is None:
+            return outcome
+        return {"norm": math.sqrt(float(squares) + of_local), **outcome}
+
+    def update(self, outcome: Mapping[str, Any]) -> None:
+        """Clip gradients, make the steps of optimizer and schedule, and note the losses."""
+        scale = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (outcome["norm"] + 1e-6))
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if scale != 1.0:
+                        parameter.grad.mul_(scale)
+                    self._logged[id(parameter)].copy_(parameter.grad.reshape(-1))
+        self._step()
+        self._note_losses(self.iteration + 1, outcome)
+
+    def _note_losses(self, iteration: int, outcome: Mapping[str, Any]) -> None:
+        self.losses[iteration] = {name: torch.tensor(loss) for name, loss in outcome["losses"].items()}
+
+    @override
+    def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
+        if "losses" in outcome:  # A replacement that took over newer state has not computed them.
+            self._note_losses(until, outcome)
+
+    def _step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    @override
+    def commit_point(self, vote: Vote) -> Commit:
+        return UpdateCommit(self, vote)
+
+    # State
+
+    @property
+    def has_local_state(self) -> bool:
+        """True if this rank holds parameters that no other rank holds."""
+        return bool(self._local)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parts[0][2][0].device
+
+    @override
+    def place(self) -> Place:
+        return Place(same_state=dist.get_rank() if self.has_local_state else 0)
+
+    @override
+    def operators(self) -> Sequence[Operator]:
+        states = self.states()
+        return [Operator(name, kind, _bytes(states[name])) for name, kind, _ in self._parts]
+
+    @override
+    def states(self) -> Mapping[str, OperatorState]:
+        states = {}
+        for name, _, parameters in self._parts:
+            compute, full, gradients = [], [], []
+            for number, parameter in enumerate(parameters):
+                weight = parameter.data.view(-1)
+                compute.append(StateTensor(name, Saved.COMPUTE, f"{number}/weight", weight))
+                tensors = {"weight": weight, **_tensors(self.optimizer.state.get(parameter, {}))}
+                full += [
+                    StateTensor(name, Saved.FULL, f"{number}/{what}", tensor.view(-1))
+                    for what, tensor in tensors.items()
+                ]
+                if id(parameter) in self._logged:
+                    gradients.append(StateTensor(name, Saved.GRADIENT, f"{number}", self._logged[id(parameter)]))
+            states[name] = OperatorState(tuple(compute), tuple(full), tuple(gradients))
+        return states
+
+    @override
+    def boundary(self) -> dict[str, Any]:
+        groups = [{name: value for name, value in group.items() if name != "params"}
+                  for group in self.optimizer.param_groups]  # fmt: skip
+        schedule = None if self.scheduler is None else self.scheduler.state_dict()
+        buffers = dict(self.model.named_buffers())
+        return {"groups": groups, "schedule": schedule, "buffers": buffers, "progress": {"iteration": self.iteration}}
+
+    @override
+    def put_boundary(self, boundary: Mapping[str, Any]) -> None:
+        self.put_progress(boundary["progress"])
+        for group, saved in zip(self.optimizer.param_groups, boundary["groups"], strict=True):
+            group.update(saved)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(dict(boundary["schedule"]))
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(boundary["buffers"][name])
+
+    @override
+    def put_progress(self, progress: Mapping[str, int]) -> None:
+        self.iteration = progress["iteration"]
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        return {"world_size": dist.get_world_size(), "seed": self._seed, "optimizer": type(self.optimizer).__name__}
+
+    # After a failure
+
+    @override
+    def regroup(self) -> None:
+        """Do nothing: all communication uses the default group, and no object keeps a reference to it."""
+
+    @override
+    def build(self, build_data: Any) -> bool:
+        return True  # the constructor has just built everything
+
+    @override
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    @override
+    def gradients_left(self) -> list[str]:
+        return [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
+
+    @override
+    def replicas(self) -> list[Replicas]:
+        weights = [parameter.data for bucket in self._buckets for parameter in bucket]
+        return [("", tuple(range(dist.get_world_size())), begin_whole({"": weights})()[""])] if weights else []
+
+    @override
+    def live_replicas(self) -> set[int]:
+        has_all = not self.has_local_state and not dict(self.model.named_buffers())
+        return set(range(dist.get_world_size())) - {dist.get_rank()} if has_all else set()
+
+    @override
+    def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
+        return self.states()
+
+    @override
+    def gather_replicas(self) -> None:
+        """Do nothing: every rank saves all the state that it holds."""
+
+    @override
+    @contextmanager
+    def replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[Trainer]:
+        trained = {id(parameter): parameter.requires_grad for parameter in self.model.parameters()}
+        try:
+            yield _Replay(self, self._parts)
+        finally:
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(trained[id(parameter)])
+
+    def redo(self, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
+        """Repeat an update from logged gradients, which are averaged and clipped already."""
+        parameters = {name: parameters for name, _, parameters in self._parts}
+        for name, logged in gradients.items():
+            for key, gradient in logged:
+                parameter = parameters[name][int(key)]
+                parameter.grad = gradient.clone().view_as(parameter)
+        self._step()
+
+    @override
+    def wipe(self) -> None:
+        for state in self.states().values():
+            for entry in state.full:
+                entry.tensor.fill_(float("nan") if entry.tensor.is_floating_point() else 0)
+
+
+class _Replay(Trainer):
+    """Trainer of a replay, which executes iterations again while some operators are frozen."""
+
+    def __init__(self, binding: TorchBinding, parts: Sequence[tuple[str, OperatorKind, list[nn.Parameter]]]) -> None:
+        self._binding, self._parts = binding, parts
+        self._outcome: Mapping[str, Any] = {}
+        tensors = (entry for state in binding.states().values() for entry in (*state.compute, *state.full))
+        self._live = {(entry.operator, entry.saved, entry.key): entry.tensor for entry in tensors}
+        self._trained = {id(p) for _, _, parameters in parts for p in parameters if p.requires_grad}
+
+    @override
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
+        for entry, tensor in snapshot.tensors_of(loads):
+            self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
+
+    @override
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        self._binding.redo(gradients)
+
+    @override
+    def gather_replicas(self) -> None:
+        self._binding.gather_replicas()
+
+    @override
+    def put_boundary(self, boundary: Any) -> None:
+        self._binding.put_boundary(boundary)
+
+    @override
+    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
+        for name, _, parameters in self._parts:
+            for parameter in parameters:
+                parameter.requires_grad_(name not in frozen and id(parameter) in self._trained)
+
+    @override
+    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        self._binding.iteration = iteration - 1
+        self._binding.forward_backward(iteration)
+        reduced = self._binding.reduce()
+        # The norm of the first execution counts, because frozen operators have no gradients now.
+        self._outcome = reduced if outcome is None else outcome["step"]
+        self._binding.update(self._outcome)
+        self._binding.iteration = iteration
+        return self._binding.losses[iteration]
+
+    @override
+    def record(self) -> Mapping[str, Any]:
+        return {"step": self._outcome}
+
+
+def operators_of(model: nn.Module) -> Iterator[OperatorParts]:
+    """Yield operators of a model without experts: its layers, its embeddings, and the rest, the head.
+
+    Layers are the elements of the outermost ``nn.ModuleList`` objects. A parameter that several modules share belongs
+    to the first operator with it.
+    """
+    taken = set[int]()
+
+    def new(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [each for each in parameters if not (id(each) in taken or taken.add(id(each)))]  # type: ignore[func-returns-value]
+
+    outside = list(_outside_of_lists(model))
+    embeddings = [
+        each for module in outside if isinstance(module, nn.Embedding) for each in module.parameters(recurse=False)
+    ]
+    layers = [layer for module in outside if isinstance(module, nn.ModuleList) for layer in module]
+    if first := new(embeddings):
+        yield EMBEDDING, OperatorKind.EMBEDDING, first
+    for number, layer in enumerate(layers):
+        if own := new(layer.parameters()):
+            yield layer_name(number), OperatorKind.LAYER, own
+    if rest := new(model.parameters()):
+        yield HEAD, OperatorKind.HEAD, rest
+
+
+def _outside_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules in it, but not those inside of an ``nn.ModuleList``."""
+    yield module
+    if not isinstance(module, nn.ModuleList):
+        for child in module.children():
+            yield from _outside_of_lists(child)
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state of an optimizer that has none, by a step with gradients of 0, and set the state to 0 again.
+
+    Weights keep their bits. State that exists already stays.
+
+    Raises:
+        ConfigError: the first step leaves state that is not 0, so its value before the step is not known.
+    """
+    with torch.no_grad():
+        new = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+            if parameter.requires_grad and not optimizer.state.get(parameter)
+        ]  # fmt: skip
+        if not new:
+            return
+        weights = [parameter.detach().clone() for parameter in new]
+        before = {id(parameter) for parameter in optimizer.state if optimizer.state[parameter]}
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.zero_()  # Otherwise weight decay would leave something in momentum buffers.
+        optimizer.step()  # Parameters with state have no gradient here, so their state and weights do not change.
+        optimizer.zero_grad()
+        for parameter, weight in zip(new, weights, strict=True):
+            parameter.copy_(weight)
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in before:
+                continue
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    if value is not None:
+                        raise ConfigError(
+                            f"{type(optimizer).__name__}: its state {name!r} is {type(value).__name__}; needs tensors, "
+                            "which a snapshot can save"
+                        )
+                    continue
+                if name != "step" and bool(value.count_nonzero()):
+                    raise ConfigError(
+                        f"{type(optimizer).__name__}: its state {name!r} does not begin at 0; create the state of "
+                        "every parameter before you make the binding"
+                    )
+                value.zero_()
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield groups of parameters of one type, each of about :data:`BUCKET` elements, in the same order on all ranks."""
+    bucket = list[nn.Parameter]()
+    for parameter in parameters:
+        is_full = sum(each.numel() for each in bucket) + parameter.numel() > BUCKET
+        if bucket and (is_full or bucket[0].dtype != parameter.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _bytes(state: OperatorState) -> StateBytes:
+    masters = [entry.tensor for entry in state.full if entry.key.endswith("/weight")]
+    others = [entry.tensor for entry in state.full if not entry.key.endswith("/weight")]
+    return StateBytes.of_tensors(
+        [entry.tensor for entry in state.compute], masters, others, [entry.tensor for entry in state.gradient]
+    )
+
+
+def _refuse(model: nn.Module) -> None:
+    """Refuse models that this binding does not handle.
+
+    Raises:
+        ConfigError: the model averages gradients itself, or its parameters are sharded.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "the model is wrapped in DistributedDataParallel; give TorchBinding the module inside it (.module), "
+            "because TorchBinding averages gradients itself"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name} is sharded (DTensor); TorchBinding needs whole parameters: write a Binding "
+                "(docs/own_trainer.md)"
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(f"parameter {name} is not contiguous; make it so before you make the optimizer")
+
+
+def _refuse_unnamed(
+    model: nn.Module, trained: Sequence[nn.Parameter], parts: Sequence[tuple[str, OperatorKind, list[nn.Parameter]]]
+) -> None:
+    """Refuse operators that do not hold each parameter exactly once.
+
+    Raises:
+        ConfigError: a parameter of the model or the optimizer is in no operator, or in several.
+    """
+    held = [id(parameter) for _, _, parameters in parts for parameter in parameters]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if missing := [each for each in (*names, *map(id, trained)) if each not in set(held)]:
+        raise ConfigError(
+            f"parameter {names.get(missing[0], 'of the optimizer that is not in the model')!r} is in no operator; "
+            "give it to one"
+        )
+    if len(held) != len(set(held)):
+        twice = next(each for each in held if held.count(each) > 1)
+        raise ConfigError(f"parameter {names.get(twice, '?')!r} is in several operators; give it to one")

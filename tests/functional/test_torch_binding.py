@@ -1,0 +1,104 @@
+"""Jobs of :class:`TorchBinding`: a replicated model loses nothing with a rank, and experts are replayed or redone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.run.run_record import RunRecord
+from tests.launching import finished, launch
+from tests.training import ROOT
+
+SMALL = ROOT / "examples" / "plain_torch" / "small.py"
+WITH_EXPERTS = """
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import moevement_core as ft
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=40)
+parser.add_argument("--run-dir", type=Path)
+ft.add_session_flags(parser)
+args = parser.parse_args()
+
+
+def make():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    shared = [nn.Linear(16, 16) for _ in range(3)]
+    experts = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(world)]
+    model = nn.ModuleDict({"shared": nn.ModuleList(shared), "expert": experts[rank]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+
+    def compute_gradients(iteration):
+        draws = torch.Generator().manual_seed(iteration)
+        x = torch.randn(8, 16, generator=draws)[rank::world].requires_grad_()
+        for layer in shared:
+            x = torch.tanh(layer(nn.functional.dropout(x, 0.1)))
+        loss = (model["expert"](x) - 1).square().mean()
+        loss.backward()
+        return {"loss": loss, "part": loss / 2}
+
+    operators = [(ft.layer_name(n), ft.OperatorKind.LAYER, list(layer.parameters())) for n, layer in enumerate(shared)]
+    operators.append((ft.expert_name(3, rank), ft.OperatorKind.EXPERT, list(model["expert"].parameters())))
+    return ft.TorchBinding(
+        model, optimizer, compute_gradients, operators=operators, local=model["expert"].parameters(), clip_norm=0.5,
+        scheduler=scheduler,
+    )
+
+
+def loop(session):
+    for iteration in ft.iterations(session, until=args.iterations):
+        session.binding.forward_backward(iteration)
+        session.step()
+
+
+ft.train(make, ft.SessionConfig.from_args(args, has_experts=True), loop, "gloo", run_dir=args.run_dir, flags=vars(args))
+"""
+
+
+def train(run_dir: Path, script: Path, *words: str, spares: int) -> RunRecord:
+    job = launch(
+        "--trainer", "torch", "--nproc", "2", "--spares", str(spares), str(script), "--run-dir", str(run_dir), *words
+    )
+    code, out, err = finished(job)
+    assert code == 0, out + err
+    return RunRecord(run_dir)
+
+
+def recoveries(record: RunRecord) -> list[dict[str, Any]]:
+    return [event["recovery"] for event in record.events() if event["event"] == "failure"]
+
+
+def test_a_replicated_model_repeats_nothing_when_a_rank_is_lost(tmp_path: Path) -> None:
+    train(tmp_path / "free", SMALL, spares=0)
+    faults = [f"rank={rank},iteration={at},phase={phase}" for rank, at, phase in
+              ((1, 12, "step"), (0, 30, "reduce"), (1, 45, "snapshot"))]  # fmt: skip
+    words = [word for fault in faults for word in ("--moevement-inject", fault)]
+    record = train(tmp_path / "killed", SMALL, *words, "--moevement-window", "3", spares=2)
+    lost = recoveries(record)
+    assert [(each["replayed"], each["redone"], each["sources"]["replica"]) for each in lost] == [(0, 0, 1)] * 3
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+
+
+@pytest.mark.parametrize("recovery", ["replay", "redo"])
+def test_experts_that_one_rank_holds_come_back(recovery: str, tmp_path: Path) -> None:
+    script = tmp_path / "experts.py"
+    script.write_text(WITH_EXPERTS)
+    train(tmp_path / "free", script, spares=0)
+    record = train(
+        tmp_path / "killed", script, "--moevement-inject", "rank=1,iteration=21,phase=reduce",
+        "--moevement-window", "3", "--moevement-recovery", recovery, spares=1,
+    )  # fmt: skip
+    (lost,) = recoveries(record)
+    assert (lost["redone"] if recovery == "redo" else lost["replayed"]) > 0
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
