@@ -509,7 +509,7 @@ class Checkpointer:
             for first, last in unneeded.lost_ranges:
                 self.replicator.drop(first, last)
             if persisted is None or persisted >= self.history.oldest.start:
-                longest = None if persisted is None else self.history.at(persisted).last_of_run(persisted)
+                longest = None if persisted is None else self._longest_end(persisted)
                 for first, last in self.lifetime.useless_copies(agreed, longest):
                     self.replicator.drop_copies(first, last)
             if self._writer is not None:
@@ -528,6 +528,15 @@ class Checkpointer:
         schedule = self.history.at(first)
         # Schedules that leave experts out free no parts: a restore may need older versions of the left-out experts.
         return schedule.last_of_run(first) if schedule.supersedes else None
+
+    def _longest_end(self, first: int) -> int:
+        """Return the last snapshot that a run from ``first`` may have on any rank.
+
+        A run that crosses a change of the schedule may be longer, and by another length on each stage.
+        """
+        last = self.history.at(first).last_of_run(first)
+        newer = self.history.at(last)
+        return last if newer is self.history.at(first) else newer.last_of_run(newer.start)
 
     def _drop_open_window(self) -> list[int]:
         deliverable = self.own.deliverable(self.replicator.peers)

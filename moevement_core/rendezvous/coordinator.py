@@ -365,7 +365,7 @@ class Coordinator:
 
         The job ends if no spares can take over the ranks of nodes that the scheduler takes away.
         """
-        if self.state is not State.RUNNING or self.is_winding_down:
+        if self.state not in (State.RUNNING, State.FORMING) or self.is_winding_down:
             return None
         ranks = self._notices.ranks_leaving(self._clock(), self.roster.nodes)
         if not ranks or self._may_leave(ranks):
@@ -429,10 +429,10 @@ class Coordinator:
         """Return the members without a rank that could take one, in the order in which they joined.
 
         Members come last if their node may be lost, or if a process on their node has computed NaN or infinity. The
-        list omits members on drained nodes. Once the job was formed, it also omits members for which no free device is
-        left.
+        list omits members on drained nodes, unless the job is to end at the next boundary. Once the job was formed, it
+        also omits members for which no free device is left.
         """
-        may_use_all = self._has_no_other
+        may_use_all = self._has_no_other or self.is_winding_down
         free = [info for info in self._without_rank() if may_use_all or info.node not in self.drains.nodes]
         waiting = sorted(free, key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
@@ -536,7 +536,7 @@ class Coordinator:
     def _see_departures(self) -> None:
         """Read the reports of members that were asked to leave, and lose those that have given their rank back."""
         now = self._clock()
-        for member, departure in self._values.new_reports(DEPARTING).items():
+        for member, departure in self._values.new_reports(DEPARTING.format(self.roster.generation)).items():
             if member in self.members:
                 self.drains.departs(member, Departure(departure), now)
         for member in self._values.new_reports(DRAINED):

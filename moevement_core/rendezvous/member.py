@@ -148,7 +148,7 @@ class Member:
 
     def report_departure(self, departure: Departure) -> None:
         """Report what this member does at the boundary at which it was asked to leave."""
-        self._values.report(f"{DEPARTING}/{self._info.member}", departure)
+        self._report(DEPARTING, departure)
 
     def report_drained(self, text: str) -> None:
         """Report that this member gives its rank back, as it was asked to.

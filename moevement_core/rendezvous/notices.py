@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from moevement_core.run.drain_requests import DrainRequest
 
 NOTICE_S = 3.0
-"""Seconds after the first notice of a scheduler in which further nodes may get theirs."""
+"""Seconds after a notice of a scheduler in which further nodes may get theirs."""
 
 
 class NodeNotices:
@@ -52,7 +52,7 @@ class NodeNotices:
             now: value of the monotonic clock in seconds.
             nodes: node of each rank.
         """
-        if not self._leaving_since or now < min(self._leaving_since.values()) + NOTICE_S:
+        if not self._leaving_since or now < max(self._leaving_since.values()) + NOTICE_S:
             return 0
         leaving = {self._reasons[supervisor][0] for supervisor in self._leaving_since}
         return sum(node in leaving for node in nodes.values())

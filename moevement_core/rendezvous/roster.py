@@ -65,7 +65,7 @@ GIVEN_UP = "members/{}/given_up"
 """Key, by member, of the reason why the job goes on without it."""
 UNUSABLE_DEVICE = "members/unusable_device"
 """Topic of members that give their rank back; a report is an :class:`UnusableDevice`."""
-DEPARTING = "members/departing"
+DEPARTING = "generation/{}/departing"
 """Topic of members that have reached the boundary at which they were asked to leave; a report is a
 :class:`~moevement_core.rendezvous.drains.Departure`."""
 DRAINED = "members/drained"

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from moevement_core.run.account import PARTS
-from moevement_core.run.events import FastAgain, SlowPlaceFound, Started
+from moevement_core.run.events import FastAgain, Resized, SlowPlaceFound, Started
 
 
 class FigureKind(StrEnum):
@@ -295,12 +295,12 @@ class RunFigures:
             self._sums[LOST_TOKENS.name] += sum(event["lost_tokens"].values())
         elif kind in WARNING_EVENTS:
             self._sums[WARNINGS.name] += 1
-        if kind == SlowPlaceFound.kind and not event["is_evicted"]:
+        if kind == SlowPlaceFound.kind:
             self.slow[tuple(event["ranks"])] = event["text"]
         elif kind == FastAgain.kind:
             self.slow.pop(tuple(event["ranks"]), None)
-        elif kind in (Started.kind, "failure"):  # Ranks have moved, and places that are still slow are named again.
-            self.slow.clear()
+        elif kind in (Started.kind, Resized.kind, "failure"):
+            self.slow.clear()  # Ranks have moved, and places that are still slow are named again.
 
     @property
     def effective(self) -> float | None:

@@ -6,6 +6,7 @@ has changed passes down. So a rank sends what the ranks below it in the tree hav
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from moevement_core.speed.compare import BLOCK, BLOCKS, EVERY, RankSpeed, compar
 from moevement_core.speed.config import EVICT_SLOW, SpeedConfig
 from moevement_core.speed.findings import Findings, SlowPlace, SlowRanks
 from moevement_core.speed.phases import PhaseClock
+from moevement_core.speed.waits import waits
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Binding
 
@@ -43,13 +45,15 @@ class SpeedWatch:
     def __init__(self, device: Device, reports: Reports, binding: Binding, config: SpeedConfig) -> None:
         self._clock, self._reports, self._binding, self._config = PhaseClock(device), reports, binding, config
         self._seconds = deque[tuple[float, ...]](maxlen=EVERY)
-        """Seconds of own work by phase, in the newest consecutive iterations."""
+        """Seconds of own work by phase, in the newest iterations since the last failure that were timed."""
         self._settling = SETTLING
         self._slow = SlowRanks(config.slow_factor)
+        self._standing = list[SlowPlace]()
+        """Places that are slow now, as all ranks know."""
         self._asked = dict[SlowPlace, tuple[str, DrainRequest]]()
         """Places that this rank has asked to drain, each with the target and the request."""
-        self._evicted_at = time.monotonic()
-        """Monotonic time at which this rank last asked to drain a place, or its process began."""
+        self._evicted_at: float | None = None
+        """Time of the job's last request to drain a slow place, in seconds since the epoch; None if it is not known."""
         self._slowest: tuple[int, float] | None = None
         """Rank with the largest factor in the last comparison, and the factor."""
 
@@ -67,13 +71,12 @@ class SpeedWatch:
             senders: senders of this rank, one for each peer.
         """
         seconds = self._clock.begin()
-        if seconds is None or self._settling:
-            self._settling = max(0, self._settling - (seconds is not None))
-            self._seconds.clear()
-        else:
+        if seconds is not None and self._settling:
+            self._settling -= 1
+        elif seconds is not None:
             self._seconds.append(seconds)
         if committed and committed % EVERY == 0 and topology.world > 1:
-            with waiting_for_others():
+            with waiting_for_others(), waits.waiting():
                 self._compare(committed, topology, senders)
 
     def begin_update(self) -> None:
@@ -90,6 +93,8 @@ class SpeedWatch:
         self._seconds.clear()
         self._settling = SETTLING
         self._slow.forget()
+        self._standing.clear()
+        self._asked.clear()
 
     def _own_speed(self, senders: Sequence[Sender]) -> RankSpeed:
         links = tuple((sender.peer, sender.spread.link_bytes_per_s) for sender in senders)
@@ -110,20 +115,26 @@ class SpeedWatch:
 
         findings = Findings.decode(topology.channels.job_group.decide(self._own_speed(senders).encode(), decide))
         self._slowest = findings.slowest
-        for place in findings.new:
-            self._is_slow(committed, place)
         for place in findings.over:
             self._is_fast_again(committed, place)
+        self._standing = [place for place in self._standing if place not in findings.over]
+        for place in self._standing:  # The least time between two evictions may be over now.
+            if place not in self._asked and self._evict(place):
+                self._reports.event(event := self._event(committed, place, f"; {EVICT_SLOW} drains it now"))
+                self._reports.log(event.text)
+        for place in findings.new:
+            evicted = self._evict(place)
+            event = self._event(committed, place, evicted)
+            self._reports.warn(event.text, event)
+        self._standing += findings.new
 
-    def _is_slow(self, committed: int, place: SlowPlace) -> None:
+    def _event(self, committed: int, place: SlowPlace, evicted: str) -> SlowPlaceFound:
         devices = _devices(place.ranks)
         text = f"{_words(place, devices)} {'are' if len(place.ranks) > 1 else 'is'} slow: " + _loss(place)
-        evicted = self._evict(place)
-        event = SlowPlaceFound(
+        return SlowPlaceFound(
             text + evicted, iteration=committed, ranks=place.ranks, node=place.node, devices=devices, phase=place.phase,
-            factor=round(place.factor, 3), is_evicted=bool(evicted),
+            factor=round(place.factor, 3), is_evicted=place in self._asked,
         )  # fmt: skip
-        self._reports.warn(event.text, event)
 
     def _is_fast_again(self, committed: int, place: SlowPlace) -> None:
         asked = self._asked.pop(place, None)
@@ -139,11 +150,19 @@ class SpeedWatch:
         record = self._binding.record
         return None if record is None else DrainRequests(record.folder)
 
+    def _last_eviction(self) -> float:
+        record = self._binding.record
+        events = record.events() if record is not None else ()
+        times = (event["time"] for event in events if event["event"] == SlowPlaceFound.kind and event["is_evicted"])
+        return max(times, default=-math.inf)
+
     def _evict(self, place: SlowPlace) -> str:
         """Ask to drain a place if the flags say so; return words about it for the log, empty if nobody is drained."""
         if not self._config.evict_slow or (requests := self._requests) is None:
             return ""
-        now = time.monotonic()
+        now = time.time()
+        if self._evicted_at is None:  # The rank that wrote the record before may have asked.
+            self._evicted_at = self._last_eviction()
         if now - self._evicted_at < self._config.evict_seconds:
             return ""
         target = place.node if place.is_node else f"rank:{place.ranks[0]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moevement_core.device import Device, DeviceEvent
 from moevement_core.speed.waits import Wait, waits
 
@@ -52,13 +54,19 @@ class PhaseClock:
         waits.end()
         self._marks, self._waited = [], []
 
+    def _events(self) -> Iterator[DeviceEvent]:
+        yield from reversed(self._marks)
+        for waited in self._waited:
+            for wait in waited:
+                yield from wait
+
     def _mark(self) -> None:
         event = self._device.event(timing=True)
         event.record()
         self._marks.append(event)
 
     def _seconds(self) -> tuple[float, ...] | None:
-        if len(self._waited) < len(PHASES) or not self._marks[-1].query():
+        if len(self._waited) < len(PHASES) or not all(event.query() for event in self._events()):
             return None
         phases = zip(self._marks, self._marks[1:], self._waited, strict=False)
         return tuple(max(0.0, _elapsed_s(begin, end) - sum(_elapsed_s(*wait) for wait in waited))

@@ -51,7 +51,8 @@ class TorchBinding(Binding):
             returns the loss, or losses by name. The batch depends only on the iteration's number.
         operators: operators of this rank; None: each element of the model's outermost ``nn.ModuleList`` is an operator,
             and so are the embeddings and the rest. Names must not depend on the rank.
-        local: parameters that no other rank holds, such as those of this rank's experts.
+        local: parameters that no other rank holds, such as those of this rank's experts. In a replay, all operators of
+            this rank may be frozen at once; so call ``requires_grad_()`` on the input of the first layer.
         clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
         scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer; the binding steps it.
         seed: seed of the random numbers, which each rank draws anew in each iteration.
@@ -79,8 +80,9 @@ class TorchBinding(Binding):
             (name, kind, list(parameters))
             for name, kind, parameters in (operators_of(model) if operators is None else operators)
         ]
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _refuse_unnamed(model, trained, self._parts)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _refuse_unnamed(model, held, self._parts)
+        self._trained = trained = [parameter for parameter in held if parameter.requires_grad]
         make_state(optimizer)
         is_local = {id(parameter) for parameter in local}
         self._local = [parameter for parameter in trained if id(parameter) in is_local]
@@ -104,6 +106,9 @@ class TorchBinding(Binding):
     def reduce(self) -> dict[str, Any]:
         """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
         world, squares = dist.get_world_size(), torch.zeros(())
+        for parameter in self._trained:  # A rank may have used a parameter that another rank has not.
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for bucket in self._buckets:
             # Parameters without a gradient stay in the bucket: the bits of a sum may depend on the position in it.
             flat = torch.cat([
@@ -152,7 +157,7 @@ class TorchBinding(Binding):
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # also of parameters that the optimizer does not have
 
     @override
     def commit_point(self, vote: Vote) -> Commit:
@@ -201,8 +206,15 @@ class TorchBinding(Binding):
         groups = [{name: value for name, value in group.items() if name != "params"}
                   for group in self.optimizer.param_groups]  # fmt: skip
         schedule = None if self.scheduler is None else self.scheduler.state_dict()
-        buffers = dict(self.model.named_buffers())
-        return {"groups": groups, "schedule": schedule, "buffers": buffers, "progress": {"iteration": self.iteration}}
+        return {
+            "groups": groups, "schedule": schedule, "buffers": dict(self._buffers()),
+            "progress": {"iteration": self.iteration},
+        }  # fmt: skip
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers in the model's ``state_dict``. Others follow from the construction of the model."""
+        persistent = self.model.state_dict().keys()
+        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
 
     @override
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
@@ -211,7 +223,7 @@ class TorchBinding(Binding):
             group.update(saved)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(dict(boundary["schedule"]))
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in self._buffers():
             buffer.copy_(boundary["buffers"][name])
 
     @override
@@ -234,7 +246,7 @@ class TorchBinding(Binding):
 
     @override
     def clear_gradients(self) -> None:
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     @override
     def gradients_left(self) -> list[str]:
@@ -247,7 +259,7 @@ class TorchBinding(Binding):
 
     @override
     def live_replicas(self) -> set[int]:
-        has_all = not self.has_local_state and not dict(self.model.named_buffers())
+        has_all = not self.has_local_state and not dict(self._buffers())
         return set(range(dist.get_world_size())) - {dist.get_rank()} if has_all else set()
 
     @override
@@ -274,7 +286,7 @@ class TorchBinding(Binding):
         for name, logged in gradients.items():
             for key, gradient in logged:
                 parameter = parameters[name][int(key)]
-                parameter.grad = gradient.clone().view_as(parameter)
+                parameter.grad = gradient.to(parameter.device, copy=True).view_as(parameter)
         self._step()
 
     @override
@@ -323,7 +335,7 @@ class _Replay(Trainer):
         self._binding.forward_backward(iteration)
         reduced = self._binding.reduce()
         # The norm of the first execution counts, because frozen operators have no gradients now.
-        self._outcome = reduced if outcome is None else outcome["step"]
+        self._outcome = reduced if outcome is None else {**outcome["step"], "losses": reduced["losses"]}
         self._binding.update(self._outcome)
         self._binding.iteration = iteration
         return self._binding.losses[iteration]
@@ -381,6 +393,11 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         ]  # fmt: skip
         if not new:
             return
+        if any(group.get("dampening") for group in optimizer.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} with dampening: its first step differs from later ones; create the "
+                "state of every parameter before you make the binding"
+            )
         weights = [parameter.detach().clone() for parameter in new]
         before = {id(parameter) for parameter in optimizer.state if optimizer.state[parameter]}
         for parameter in new:

@@ -20,7 +20,7 @@ LOSSES = 20
 
 
 def test_the_coordinator_is_killed_then_frozen_and_then_lost_with_its_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"train_iters": 90, "moevement_lease_seconds": LEASE_S}
+    flags: dict[str, Any] = {"train_iters": 150, "moevement_lease_seconds": LEASE_S}
     training = train_by_hand(cluster, tmp_path, **flags)
     training.wait_for_standby()
     first = training.kill_coordinator()

@@ -35,7 +35,7 @@ train.main()
 """
 MEGATRON: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "pipeline_model_parallel_size": 2,
-    "train_iters": 150,
+    "train_iters": 320,
 }  # fmt: skip
 
 

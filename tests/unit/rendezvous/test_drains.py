@@ -333,6 +333,34 @@ def test_a_job_whose_ranks_have_nowhere_to_go_ends_once_all_notices_may_have_com
     assert job.coordinator.end_for_notices() is None
 
 
+def test_a_rank_that_dies_before_a_job_without_a_place_to_go_ends_is_replaced_on_its_node() -> None:
+    job = job_of(2, spares=["n0", "n1"])
+    notice(job, 0, 1)
+    job.coordinator.died(0, 1000, "was killed by signal 9")
+    job.leave(1, committed=COMMITTED)
+    assert job.coordinator.state is State.FORMING, "all nodes are drained"
+    job.passes(NOTICE_S + 0.2, job.members, COMMITTED)
+    assert "scheduler" in (job.coordinator.end_for_notices() or "")
+    job.coordinator.wind_down()
+    job.settle()
+    assert job.coordinator.state is State.RUNNING
+    assert job.coordinator.roster.nodes == {0: "n0", 1: "n1"}
+
+
+def test_a_rank_may_stay_for_its_turn_more_than_once() -> None:
+    job = departing()
+    for member in (1, 2):
+        job.members[member].report_departure(Departure.STAYS)
+    assert is_interrupted(job)
+    job.leave(1, 2, 3, committed=COMMITTED + AHEAD)
+    train(job, COMMITTED + 30)
+    assert turns(job, COMMITTED + 30) == {1: 0, 2: 1}
+    job.members[1].report_departure(Departure.HANDS_OVER)
+    job.members[1].report_drained("rank 3 keeps its state")
+    job.members[2].report_departure(Departure.STAYS)
+    assert is_interrupted(job)
+
+
 def test_a_scheduler_may_take_away_a_node_that_has_spares_only() -> None:
     job = job_of(2, spares=["n2"])
     notice(job, 2)

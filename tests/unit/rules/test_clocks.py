@@ -27,6 +27,9 @@ TIMES = {
     "rendezvous/coordinator.py": 2,  # times of rosters and of the first commit, for reports and ETTR
     "rendezvous/losses.py": 1,
     "restart/generation.py": 1,
+    # Seconds since the last eviction in the record, which another process may have asked for. A clock that is set wrong
+    # makes the next eviction come early or late.
+    "session/speed_watch.py": 1,
     # Begin of a trace of failures, which is the same on all hosts, and the time since the begin.
     "restart/injection.py": 3,
 }
