@@ -344,10 +344,6 @@ class _Restarts:
                     self._member.wait_for_end()
             except JobStopped as stopped:
                 raise SystemExit(str(stopped)) from None
-            except (ConfigError, DataError, RunRecordError) as error:
-                if self._training.has_begun or is_aborting():
-                    raise
-                raise _Unfit(error) from None  # Another attempt would fail in the same way.
             except RankLeaves as leaves:
                 self._leave_for_good(str(leaves), now, guard)
             except (Regroup, GenerationInterrupted):
@@ -356,6 +352,9 @@ class _Restarts:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
+                is_mistake = isinstance(error, ConfigError | DataError | RunRecordError)
+                if is_mistake and not (self._training.has_begun or is_aborting()):
+                    raise _Unfit(error) from None  # Another attempt would fail in the same way.
                 if not is_aborting():  # An abort causes errors too, so the next check of the device decides.
                     self._give_back_after(error, guard)
                 if not is_fault_of_others():

@@ -7,6 +7,7 @@ experts of expert parallelism. The binding averages gradients over the ranks its
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ class TorchBinding(Binding):
     """Binding of one rank of a job that trains a replicated ``nn.Module``.
 
     The constructor makes no collective, because a replacement calls it alone. All ranks must build equal weights, for
-    example after ``torch.manual_seed``.
+    example after ``torch.manual_seed``; the first update checks this.
 
     Args:
         model: the model, on its device, not wrapped in ``DistributedDataParallel``. Parameters are not sharded.
@@ -106,6 +107,8 @@ class TorchBinding(Binding):
     def reduce(self) -> dict[str, Any]:
         """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
         world, squares = dist.get_world_size(), torch.zeros(())
+        if self.iteration == 0:
+            self._refuse_other_weights()
         for parameter in self._trained:  # A rank may have used a parameter that another rank has not.
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -132,6 +135,23 @@ class TorchBinding(Binding):
         if self._clip_norm is None:
             return outcome
         return {"norm": math.sqrt(float(squares) + of_local), **outcome}
+
+    def _refuse_other_weights(self) -> None:
+        """Refuse to train if the ranks have built different weights.
+
+        Raises:
+            ConfigError: a rank has other weights. Every rank raises it.
+        """
+        if not (replicas := self.replicas()):
+            return
+        digest = int(hashlib.sha256(replicas[0][2].encode()).hexdigest()[:15], 16)
+        bounds = torch.tensor([digest, -digest], device=self._device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if int(bounds.sum()):
+            raise ConfigError(
+                "the ranks have built different weights; call torch.manual_seed with the same number on all of them "
+                "before you make the model"
+            )
 
     def update(self, outcome: Mapping[str, Any]) -> None:
         """Clip gradients, make the steps of optimizer and schedule, and note the losses."""

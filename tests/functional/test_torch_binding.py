@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,14 @@ def test_experts_that_one_rank_holds_come_back(recovery: str, tmp_path: Path) ->
     (lost,) = recoveries(record)
     assert (lost["redone"] if recovery == "redo" else lost["replayed"]) > 0
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+
+
+@pytest.mark.slow("the job ends after its fourth attempt, and waits between them")
+def test_ranks_that_have_built_different_weights_are_told_so(tmp_path: Path) -> None:
+    """Let ranks build different weights; each attempt finds that again, and the log says what to do."""
+    script = tmp_path / "other.py"
+    script.write_text(SMALL.read_text().replace("torch.manual_seed(1)", "torch.manual_seed(dist.get_rank())"))
+    words = ("--trainer", "torch", "--nproc", "2", "--spares", "0", str(script), "--iterations", "3")
+    code, out, err = finished(launch(*words, "--run-dir", str(tmp_path / "run")))
+    assert code == 1
+    assert re.search(r"ConfigError.*different weights.*torch\.manual_seed", out + err)
