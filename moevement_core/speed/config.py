@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from moevement_core.errors import ConfigError
-from moevement_core.util.flags import flag, positive
+from moevement_core.util.flags import flag, positive, within
 
 SLOW_FACTOR, EVICT_SLOW, EVICT_SECONDS = (
     "--moevement-slow-factor", "--moevement-evict-slow", "--moevement-evict-slow-seconds",
@@ -15,27 +13,12 @@ LEAST_FACTOR = 1.05
 """Smallest factor that the flag accepts; below it, the scatter of iterations would decide."""
 
 
-def slow_factor(text: str) -> float:
-    """Return the value of ``--moevement-slow-factor`` as a number.
-
-    Raises:
-        ConfigError: the value is not a number, or smaller than :data:`LEAST_FACTOR`.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= LEAST_FACTOR):
-        raise ConfigError(f"{SLOW_FACTOR} {text}; needs {LEAST_FACTOR:g} or more")
-    return value
-
-
 @dataclass(frozen=True)
 class SpeedConfig:
     """Limits for the speed of ranks: when a rank counts as slow, and whether the job replaces it."""
 
     slow_factor: float = flag(
-        SLOW_FACTOR, type=slow_factor, default=1.2, metavar="X",
+        SLOW_FACTOR, type=float, default=1.2, metavar="X", check=within(LEAST_FACTOR),
         help="name a rank or node whose own work takes X times as long as that of its peers for 20 iterations "
         "(default: 1.2)",
     )  # fmt: skip
