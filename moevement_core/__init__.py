@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moevement_core.audit.evidence import AuditedModel as AuditedModel
+    from moevement_core.audit.observe import before_reductions as before_reductions
     from moevement_core.engine.layout import OperatorState as OperatorState
     from moevement_core.errors import ConfigError as ConfigError
     from moevement_core.errors import RecoveryError as RecoveryError
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from moevement_core.trainer.torch_binding import TorchBinding as TorchBinding
 
 _HOMES = {
+    "audit.evidence": ("AuditedModel",),
+    "audit.observe": ("before_reductions",),
     "engine.layout": ("OperatorState",),
     "errors": ("ConfigError", "RecoveryError"),
     "operators": (

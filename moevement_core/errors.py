@@ -94,5 +94,9 @@ class ResultError(MoEvementError):
         self.suspects = tuple(suspects)
 
 
+class CorruptionFound(MoEvementError):
+    """Error: an audit has found a wrong result, and no launcher can replace the rank."""
+
+
 class InjectedFault(MoEvementError):
     """Failure that a test or a rehearsal (``moevement drill``) injects on purpose."""

@@ -284,6 +284,9 @@ class Trainer(ft.Binding):
     def gather_replicas(self) -> None:
         """Do nothing: every rank has saved all the state that it holds."""
 
+    def audited(self) -> ft.AuditedModel:
+        return ft.AuditedModel([self.model], self.parameters, lambda parameter: parameter.grad)
+
     def settings(self) -> dict[str, Any]:
         return {"world_size": dist.get_world_size(), "seed": self.seed}
 
@@ -338,6 +341,7 @@ class Replay(ft.Trainer):
 
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         self.trainer.forward_backward(iteration)
+        ft.before_reductions()
         reduced = self.trainer.reduce()
         # A replay uses the norm of the first execution, because frozen operators have no gradients now.
         self.step_outcome = outcome["step"] if outcome is not None else reduced

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.moevement import platform
 from megatron.moevement.patches import check_names, replace
+from megatron.moevement.runtime.audited import noting_gradients
 from megatron.moevement.runtime.job import Process
 from megatron.moevement.runtime.token_count import keep_token_count
 
@@ -187,9 +188,10 @@ def points() -> tuple[Point, ...]:
             (training,),
             "finalize_model_grads",
             lambda original: keep_token_count(_process)(
-                fault_points.around(Phase.REDUCE)(replicas.reducing_replicas(original))
+                fault_points.around(Phase.REDUCE)(noting_gradients(replicas.reducing_replicas(original)))
             ),
-            "reduces gradients of experts in slots over their replicas, and records the batch's token count",
+            "reduces gradients of experts in slots over their replicas, records the batch's token count, and lets an "
+            "audit observe gradients",
         ),
         Point(
             ("megatron.core.models.gpt.moe_module_specs",),

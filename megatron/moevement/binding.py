@@ -20,6 +20,7 @@ from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_itera
 from megatron.moevement.restart import fault_points, leftovers
 from megatron.moevement.restart.groups import Groups, move_to_groups
 from megatron.moevement.restart.origin import newest_saved
+from megatron.moevement.runtime.audited import audited_model
 from megatron.moevement.runtime.boundary import (
     advanced,
     boundary_after,
@@ -36,6 +37,7 @@ from megatron.moevement.runtime.settings import settings_of
 from megatron.moevement.runtime.wipe import wipe
 from megatron.moevement.transformer.capacity import RouterRoom, expert_capacity
 from megatron.moevement.transformer.popularity import RouterCounts
+from moevement_core.audit.evidence import AuditedModel
 from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
@@ -290,6 +292,10 @@ class MegatronBinding(Binding):
     @override
     def replicas(self) -> list[Replicas]:
         return replica_digests(self.live)
+
+    @override
+    def audited(self) -> AuditedModel:
+        return audited_model(self._chunks(), self.views)
 
     @override
     def live_replicas(self) -> Collection[int]:

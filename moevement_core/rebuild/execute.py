@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moevement_core.audit.replicas import compact
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.feeders import start_feeders
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.rebuild.reexecution import Recapture, Reexecution
-from moevement_core.rebuild.replica_digests import compact
 from moevement_core.rebuild.verdict import RankVerdict, agree
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.holdings import Source

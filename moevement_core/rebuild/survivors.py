@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moevement_core.audit.replicas import ReplicaDigest, compact, unequal_replicas
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
-from moevement_core.rebuild.replica_digests import ReplicaDigest, compact, unequal_replicas
 from moevement_core.recovery.check import StateCheck
 from moevement_core.topology.parts import RankParts
 

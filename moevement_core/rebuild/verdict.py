@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.audit.replicas import ReplicaDigest, unequal_replicas
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
-from moevement_core.rebuild.replica_digests import ReplicaDigest, unequal_replicas
 from moevement_core.run.outcome import Recovery
 from moevement_core.util.iterations import newest_of, reached_by_all
 

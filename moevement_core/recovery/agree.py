@@ -13,6 +13,19 @@ from moevement_core.util.iterations import newest_of
 
 
 @dataclass(frozen=True)
+class Distrust:
+    """Iterations whose results are not trusted, because an audit has found silent corruption."""
+
+    trusted: int
+    """Newest iteration whose state is trusted; the job goes back to it."""
+    clean_at: int | None
+    """Newest iteration at which the corrupted stages were known to be clean; None for none.
+
+    The recovery begins from snapshots up to this iteration, if there are any.
+    """
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """Report of a rank on its training state, which all ranks exchange after a failure."""
 
@@ -52,6 +65,8 @@ class RankStatus:
     That rank had committed the iteration which the interrupted recovery was to reach. None if no recovery of this rank
     was interrupted.
     """
+    distrust: Distrust | None = None
+    """Iterations that the rank does not trust; None if it trusts its state. :attr:`goal` is then the trusted state."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,8 @@ class ResumePoint:
     """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
     persisted: int | None = None
     """First snapshot of the newest run that any rank knows to be persisted on every rank; None without one."""
+    clean_at: int | None = None
+    """Newest iteration whose snapshots the recovery should use; None for any."""
 
 
 ONLY_SNAPSHOTS = -1
@@ -101,6 +118,9 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     if not any(status.was_training for status in statuses):
         raise NothingToResume("no rank that trained is left")
     statuses = _of_one_history(statuses)
+    distrust = min((each.distrust for each in statuses if each.distrust), key=lambda each: each.trusted, default=None)
+    if distrust is not None:  # A rank that had not learned of the verdict may still have marked a later iteration.
+        statuses = [_trusted(status, distrust.trusted) for status in statuses]
     survivors = [status for status in statuses if status.was_training]
     records = [(rank, status, False) for rank, status in enumerate(statuses) if status.was_training]
     # A rank whose recovery was interrupted lacks the state of the target iteration. But it keeps the status of a rank
@@ -138,7 +158,15 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         reference_is_goal=reference_is_goal,
         persisted=newest_of(status.persisted for status in survivors),
         is_between=is_between,
+        clean_at=None if distrust is None else distrust.clean_at,
     )
+
+
+def _trusted(status: RankStatus, newest: int) -> RankStatus:
+    """Return ``status`` without state of iterations after ``newest``."""
+    if status.committed is None or status.committed <= newest:
+        return status
+    return replace(status, committed=None, may_follow=False)
 
 
 def _has_state(status: RankStatus, newest: int) -> bool:

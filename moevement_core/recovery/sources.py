@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import override
 
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.recovery.holdings import Holding, Source
@@ -42,6 +43,38 @@ class SnapshotSource(ABC):
             None if the block was dropped since :meth:`summed` listed it.
         """
         return None
+
+
+class UpTo(SnapshotSource):
+    """Snapshots of another source up to an iteration, because later ones are not trusted.
+
+    Args:
+        iteration: newest iteration whose snapshots are used.
+        inner: the other source.
+    """
+
+    def __init__(self, iteration: int, inner: SnapshotSource) -> None:
+        self._iteration, self._inner = iteration, inner
+
+    @override
+    def holdings(self) -> Sequence[Holding]:
+        return [holding for holding in self._inner.holdings() if holding.iteration <= self._iteration]
+
+    @override
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        return self._inner.open(source, owner, iteration)
+
+    @override
+    def path_of(self, owner: int, iteration: int) -> Path | None:
+        return self._inner.path_of(owner, iteration)
+
+    @override
+    def summed(self) -> Sequence[Summed]:
+        return [block for block in self._inner.summed() if block.iteration <= self._iteration]
+
+    @override
+    def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
+        return self._inner.open_sum(first, iteration)
 
 
 class MemorySource(SnapshotSource):

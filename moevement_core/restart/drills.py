@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moevement_core.restart.faults import Fault, Flip, FlipKind, Phase
+from moevement_core.restart.faults import CorruptedPart, Corruption, Fault, Flip, FlipKind, Phase
 from moevement_core.util.flags import at_least, each, flag, positive
 
 
@@ -36,6 +36,13 @@ class DrillConfig:
         metavar="kind=K[,rank=N][,iteration=N][,seed=N]", check=each(lambda name, text: Flip.parse(text), tuple),
         help=f"a drill: flip one bit, once, in data of a kind ({', '.join(FlipKind)}) on a rank, after the digest of "
         "the data was made and before the data is used; see moevement drill",
+    )  # fmt: skip
+    corruptions: tuple[Corruption, ...] = flag(
+        "--moevement-inject-corruption", action="extend", nargs="+", default=(),
+        metavar="part=P,rank=N,iteration=N[,times=once|always][,seed=N]",
+        check=each(lambda name, text: Corruption.parse(text), tuple),
+        help=f"a drill: flip one bit, silently, in a part of an iteration ({', '.join(CorruptedPart)}) on a rank; with "
+        "times=always, the rank's process flips another bit in each later iteration",
     )  # fmt: skip
     mtbf_s: float | None = flag(
         "--moevement-inject-mtbf", type=float, metavar="S", check=positive(None),

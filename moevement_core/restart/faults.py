@@ -169,6 +169,56 @@ class Flip:
         return Flip(FlipKind(words["kind"]), **{name: int(value) for name, value in numbers.items()})
 
 
+class CorruptedPart(StrEnum):
+    """Part of an iteration in which a drill flips a bit, without any trace of it."""
+
+    WEIGHT = "weight"
+    """Compute weight, before the forward pass."""
+    MOMENT = "moment"
+    """Moment of the optimizer, before the forward pass."""
+    GRADIENT = "gradient"
+    """Gradient of this rank, before it is reduced over ranks."""
+    ACTIVATION = "activation"
+    """Output of a module, in the forward pass."""
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Flip of one bit in what a rank computes with, which no digest covers yet."""
+
+    part: CorruptedPart
+    rank: int
+    iteration: int
+    """First iteration whose results are wrong."""
+    is_lasting: bool = False
+    """True if the process of the rank flips another bit in each execution of each later iteration, as a device does
+    that has become unreliable."""
+    seed: int = 0
+    """Seed of the random choice of a place and a bit."""
+
+    @staticmethod
+    def parse(text: str) -> Corruption:
+        """Parse the text ``part=gradient,rank=2,iteration=17,times=once,seed=1``.
+
+        Raises:
+            ConfigError: the text has another form, or an unknown key or value.
+        """
+        flag = f"--moevement-inject-corruption {text}"
+        words = dict(word.partition("=")[::2] for word in text.split(","))
+        if unknown := words.keys() - {"part", "rank", "iteration", "times", "seed"}:
+            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs part, rank, iteration, times or seed")
+        for name, known in (("part", list(CorruptedPart)), ("times", ["once", "always"])):
+            if words.get(name, "once" if name == "times" else "") not in known:
+                raise ConfigError(f"{flag}: {name}={words.get(name, '')}; needs one of {', '.join(known)}")
+        for name in ("rank", "iteration", "seed"):
+            if not words.get(name, "0" if name == "seed" else "").isdecimal():
+                raise ConfigError(f"{flag}: {name}={words.get(name, '')}; needs a number")
+        return Corruption(
+            CorruptedPart(words["part"]), int(words["rank"]), int(words["iteration"]),
+            is_lasting=words.get("times") == "always", seed=int(words.get("seed", "0")),
+        )  # fmt: skip
+
+
 def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
     """Yield the times at which a rank is killed, in seconds after a generation begins.
 

@@ -366,6 +366,7 @@ class _Restarts:
         now.guard = guard
         now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
         now.report_departure = self._member.report_departure
+        now.give_back = lambda fault: self._give_back(fault, guard)
         try:
             ended = guard.run(body)
             if ended is GenerationEnd.INTERRUPTED and guard.hang is not None:

@@ -274,6 +274,27 @@ class SlowPlaceFound(_Plain):
 
 
 @dataclass(frozen=True)
+class Corrupted(_Plain):
+    """Warning that an audit has found wrong results. The ranks are replaced, and the job goes back."""
+
+    kind: ClassVar[str] = "corrupted"
+    text: str
+    """Text of the warning."""
+    iteration: int
+    """Iteration at which the wrong result was found."""
+    ranks: tuple[int, ...]
+    """Ranks with wrong results."""
+    nodes: tuple[str, ...]
+    """Node of each of these ranks."""
+    operators: tuple[str, ...]
+    """Operators with wrong results; empty if they are not known."""
+    trusted: int
+    """Newest iteration whose state the job trusts, and to which it goes back."""
+    clean_at: int | None
+    """Newest iteration that the stages of these ranks are known to have computed right; None for none."""
+
+
+@dataclass(frozen=True)
 class FastAgain(_Plain):
     """End of a period in which a rank or a node was slower than its peers."""
 

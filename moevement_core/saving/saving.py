@@ -16,7 +16,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.schedule import ScheduleHistory, decided_at, is_other_window
 from moevement_core.rendezvous.roster import is_drained
-from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.allowance import LOG, OWN, Allowance
 from moevement_core.restart.generation import generation
 from moevement_core.run.events import Planned
 from moevement_core.saving.peers import Copies, Peers, ask_peers
@@ -229,6 +229,11 @@ class Saving:
         self.disk.forget_after(iteration)
         self._settled = self._policy(iteration)
         self.windows.give_room()
+
+    def has_room_for_state(self) -> bool:
+        """Return True if the allowance for host memory suffices for a copy of this rank's whole state."""
+        nbytes = sum(tensor.nbytes for state in self.parts.states.values() for tensor in state.full)
+        return self.allowance.total_bytes - sum(map(self.allowance.of, (OWN, LOG))) >= nbytes
 
     @property
     def has_persisted(self) -> bool:

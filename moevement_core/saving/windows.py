@@ -217,12 +217,13 @@ class WindowDecisions:
         Returns:
             Tokens of the stage whose updates are lost.
         """
-        self._drop_counts()
+        self.drop_counts()
         self._counts_again = True
         assert isinstance(self.strategy, LosesUpdates)
         return self.strategy.restored(run, learned, self._counts.tokens_of_run if self._counts is not None else None)
 
-    def _drop_counts(self) -> None:
+    def drop_counts(self) -> None:
+        """Drop all token counts that are not part of a decision yet, because the job goes back."""
         self._sums.clear()
         for counter in self._counters:
             counter.take()
@@ -235,7 +236,7 @@ class WindowDecisions:
         dropped. A strategy that loses updates must account for every token, so it keeps the counts up to ``committed``.
         """
         if not isinstance(self.strategy, LosesUpdates):
-            self._drop_counts()
+            self.drop_counts()
         elif self._counts_again or is_newer(committed, self._counted):
             self.count(committed)
         else:

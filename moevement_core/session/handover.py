@@ -11,7 +11,6 @@ import time
 from moevement_core.rebuild.live_replicas import snapshot_of_live
 from moevement_core.rendezvous.drains import HAND_OVER_LEASES, Departure
 from moevement_core.rendezvous.status_page import own_page
-from moevement_core.replication.allowance import LOG, OWN
 from moevement_core.replication.sender import Sender
 from moevement_core.restart.generation import RankLeaves, generation, waiting_for_others
 from moevement_core.saving.saving import Saving
@@ -72,8 +71,7 @@ def _hand_over(saving: Saving, senders: list[Sender], committed: int, deadline_s
 def _state(saving: Saving, committed: int) -> Snapshot | None:
     """Return a dense snapshot of this rank's state; None if the allowance for host memory is too small for it."""
     parts, states = saving.parts, saving.parts.binding.states()
-    nbytes = sum(tensor.nbytes for state in states.values() for tensor in state.full)
-    if saving.allowance.total_bytes - sum(map(saving.allowance.of, (OWN, LOG))) < nbytes:
+    if not saving.has_room_for_state():
         return None
     return snapshot_of_live(
         states, parts.topology.table, parts.topology.rank, iteration=committed, boundary=parts.binding.boundary_copy()

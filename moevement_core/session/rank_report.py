@@ -17,6 +17,7 @@ from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.recovery.agree import RankStatus, ResumePoint, peers_of_followers
 from moevement_core.session.session import Session
 from moevement_core.trainer.binding import Place
+from moevement_core.trainer.commit import Mark
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,19 @@ def report_of(session: Session | None, reached: RankReport | None, place: Place 
         persisted=session.saving.checkpointer.lifetime.first_needed,
     )
     mark = session.commit.mark if not session.commit.torn else None
+    if (distrusted := session.auditor.distrust) is not None:
+        distrust, trusted = distrusted
+        status, mark = replace(status, distrust=distrust), None
+        reached = None if trusted is None else _at(trusted, status, session)
     if mark is None:
         goal_status = reached.status if reached is not None else None
         return RankReport(replace(status, goal=goal_status), run_totals=binding.run_totals(), goal=reached)
+    return _at(mark, status, session)
+
+
+def _at(mark: Mark, status: RankStatus, session: Session) -> RankReport:
+    """Return the report of a rank that has committed the iteration of ``mark``."""
+    binding = session.binding
     return RankReport(
         replace(status, committed=mark.iteration, has_begun_next=mark.resumed is not None),
         outcome=mark.outcome,

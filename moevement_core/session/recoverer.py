@@ -16,7 +16,7 @@ from moevement_core.recovery import flips
 from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import Report
 from moevement_core.recovery.scope import segments
-from moevement_core.recovery.sources import MemorySource, SnapshotSource
+from moevement_core.recovery.sources import MemorySource, SnapshotSource, UpTo
 from moevement_core.run.events import RecoveredFromDisk
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving.saving import Saving
@@ -46,6 +46,8 @@ class Recoverer:
 
         The newest recovery sets this value.
         """
+        self.clean_at: int | None = None
+        """Newest iteration whose snapshots a recovery uses, because later ones may be corrupted; None for any."""
         self._memory: MemorySource | None = None
         """Source from which the current recovery reads snapshots in host memory; None if no recovery uses one."""
         self._saving, self._records = saving, records
@@ -79,6 +81,20 @@ class Recoverer:
         Raises:
             RecoveryError: the state is unrecoverable. Every rank raises it.
         """
+        if self.clean_at is not None:
+            try:
+                return self._prepare(until, lost, lost_ranks, mark)
+            except RecoveryError:  # raised on every rank
+                self._reports.log_once(
+                    f"no rank has snapshots that restore a state up to iteration {self.clean_at}, the newest that "
+                    "an audit has found clean; the job goes back to newer snapshots"
+                )
+                self.clean_at = None
+        return self._prepare(until, lost, lost_ranks, mark)
+
+    def _prepare(
+        self, until: int, lost: frozenset[int] | None, lost_ranks: Collection[int], mark: Mark | None
+    ) -> Prepared:
         parts = self._saving.parts
         self._release()  # an interrupted recovery may have left snapshots open
         topology, memory = parts.topology, MemorySource(parts.checkpointer, self._disk.durable_snapshots)
@@ -88,8 +104,10 @@ class Recoverer:
         handed_over = {store.source: store.handed_over for store in stores if store.handed_over is not None}
         live_replicas = LiveReplicas(parts.binding, topology, mark, handed_over)
         sources[Source.REPLICA] = live_replicas
+        if self.clean_at is not None:
+            sources = {kind: UpTo(self.clean_at, source) for kind, source in sources.items()}
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
-        outcomes = self._records.known(until)
+        outcomes = {} if self.recomputes else self._records.known(until)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=tuple(sorted(outcomes)), replica=topology.replica,
@@ -203,6 +221,10 @@ class Recoverer:
         If the rank loses updates, discard its snapshots and decisions from after the restore point.
         """
         strategy = self._windows.strategy
+        if prepared.own_plan is not None and self.clean_at is not None and not isinstance(strategy, LosesUpdates):
+            self._windows.drop_counts()
+            self._saving.discard_after(prepared.own_plan.iterations.start - 1)
+            return LostTokens()
         if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
             return None
         run = prepared.own_plan.runs[self._saving.topology.stage]
@@ -246,7 +268,7 @@ class Recoverer:
         Raises:
             RecoveryError: neither memory nor the disk has the snapshots that the recovery needs.
         """
-        on_disk = self._disk.windows_reaching(until)
+        on_disk = self._disk.windows_reaching(until if self.clean_at is None else min(until, self.clean_at))
         if not on_disk.windows:
             raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
         report = replace(report, outcomes=())
@@ -268,8 +290,13 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Return ``prepared``, but without recorded outcomes of steps if :attr:`may_differ` is True."""
-        return replace(prepared, outcomes={}) if self.may_differ else prepared
+        """Return ``prepared``, but without recorded outcomes of steps if :attr:`recomputes` is True."""
+        return replace(prepared, outcomes={}) if self.recomputes else prepared
+
+    @property
+    def recomputes(self) -> bool:
+        """True if recorded outcomes of steps do not count, because a replay may give, or should give, other results."""
+        return self.may_differ or self.clean_at is not None
 
     @property
     def may_differ(self) -> bool:

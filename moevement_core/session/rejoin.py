@@ -68,14 +68,14 @@ class Rejoined:
             session.commit.mark = None  # this rank has no complete state until the replay ends
         with waiting_for_others():
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
-            if session.recoverer.may_differ:
+            if session.recoverer.recomputes:
                 outcomes = {}
             recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
         refuse_if_interrupted()  # an aborted reduction may seem complete, and digests do not cover all reductions
         if is_restored:
             # The snapshot may be from after a scheduled evaluation or save. Ranks repeat that from the state before it.
             common = dict(self.reached.common if self.is_between else {})
-            if session.recoverer.may_differ:
+            if session.recoverer.recomputes:
                 common = {name: common[name] for name in ("progress",) if name in common}
             live = binding.boundary_copy() | common
             resumed = None if self.is_between else live
@@ -83,7 +83,7 @@ class Rejoined:
             is_known = before is not None and before.iteration == self.until
             outcome = before.outcome if before is not None and is_known else self.reached.outcome
             if (
-                session.recoverer.may_differ
+                session.recoverer.recomputes
                 and prepared.own_plan is not None
                 and self.until in prepared.own_plan.iterations
             ):
@@ -111,6 +111,9 @@ def rejoin(session: Session, meeting: Meeting) -> Rejoined:
     binding.put_progress(common["progress"])
     binding.resume(point.iteration, reached.run_totals)
     session.saving.disk.start()
+    session.recoverer.clean_at = point.clean_at
+    if session.auditor.distrust is not None and binding.record is not None:
+        binding.record.take_over(first_iteration=point.iteration + 1)  # drops the lines of distrusted iterations
     prepared = None
     if point.lost_stages:
         try:

@@ -27,6 +27,7 @@ from moevement_core.saving.saving import Saving
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
+from moevement_core.session.auditor import Auditor
 from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.handover import leave_if_asked
 from moevement_core.session.recoverer import Recoverer
@@ -78,6 +79,10 @@ class Session:
         self.commit.overwriting = saving.checkpointer.end_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(saving, self.records)
+        self.auditor = Auditor(
+            config.audit, config.drill.corruptions, saving=saving, records=self.records, commit=self.commit,
+            recoverer=self.recoverer,
+        )  # fmt: skip
         self.totals = Totals()
         self._prepared, self._is_first = prepared, is_first
         self._start_clock()
@@ -131,6 +136,8 @@ class Session:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if isinstance(saving.windows.strategy, LosesUpdates):
                 saving.windows.forget(committed)
+        if observer.observer.is_capturing:
+            self.auditor.check(committed)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.begin(committed + 1)
         began = time.perf_counter()
@@ -158,6 +165,7 @@ class Session:
         begin_s = time.perf_counter() - began
         self.totals.began(begin_s)
         saving.meter.begin(committed + 1, begin_s, saving.policy_s, gradient_stall_s)
+        self.auditor.begin(committed)
         self._watch_speed(committed)
 
     def _watch_speed(self, committed: int) -> None:
@@ -239,6 +247,7 @@ class Session:
             "disk_written_bytes": self.saving.disk.written_bytes,
             "tokens_owed": self.saving.windows.tokens_owed,
             **self.speed.fields(),
+            **self.auditor.fields(),
             **overhead_fields(self.saving.meter.measured(), self.saving.watch.allowed_share(self.saving.windows.worth)),
         }
 
@@ -257,6 +266,7 @@ class Session:
         self.commit.interrupted()
         self.recoverer.interrupted()
         self.speed.interrupted()
+        self.auditor.interrupted()
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.interrupted()
         self.saving.interrupted()
@@ -276,6 +286,8 @@ class Session:
         Every rank calls it before the first iteration after a failure.
         """
         self.saving.forget_handed_over()
+        self.auditor.resumed()
+        self.recoverer.clean_at = None
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)

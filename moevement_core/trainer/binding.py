@@ -36,6 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moevement_core.audit.evidence import AuditedModel
 from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
@@ -270,6 +271,14 @@ class Binding(ABC):
     def replicas(self) -> list[Replicas]:
         """Return, without communication, digests of all compute weights that must be equal on several ranks."""
         return []
+
+    def audited(self) -> AuditedModel | None:
+        """Return the modules and gradients that an audit observes (``--moevement-audit-interval``).
+
+        With None, an audit compares only the state after the update, so it may name a rank that got a wrong gradient
+        from another one. The trainer calls :func:`moevement_core.before_reductions` when gradients are complete.
+        """
+        return None
 
     def live_replicas(self) -> Collection[int]:
         """Return the live replicas of this rank: other ranks with all state and the boundary record of this rank."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, override
 
+from moevement_core.audit.observe import before_reductions
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic
@@ -130,6 +131,7 @@ class UpdateCommit(Commit):
     @override
     def step(self, iteration: int) -> None:
         injection.at(Phase.REDUCE)
+        before_reductions()
         outcome = self._trainer.reduce()
         injection.at(Phase.COMMIT)
         self._vote()

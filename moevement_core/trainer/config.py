@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
@@ -37,6 +38,7 @@ class SessionConfig:
     drill: DrillConfig
     elastic: ElasticConfig
     speed: SpeedConfig
+    audit: AuditConfig
 
     @staticmethod
     def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
@@ -79,6 +81,12 @@ class SessionConfig:
             raise ConfigError(
                 f"{EVICT_SLOW} with {ELASTIC}: without a spare, the job would shrink; leave {EVICT_SLOW} out"
             )
+        audit = from_args(AuditConfig, args)
+        if elastic.is_elastic and audit.interval is not None:
+            raise ConfigError(
+                f"{AUDIT_INTERVAL} with {ELASTIC}: a job that changes its ranks cannot go back to an older state yet; "
+                "leave one of these flags out"
+            )
         copies = _copies(from_args(CopiesConfig, args), strategy, disk)
         _refuse_to_drop(budget, copies, disk)
         return SessionConfig(
@@ -91,6 +99,7 @@ class SessionConfig:
             drill=from_args(DrillConfig, args),
             elastic=elastic,
             speed=speed,
+            audit=audit,
         )
 
 
@@ -173,5 +182,5 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
         )
     add_flags(
         group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
-        MetricsConfig, DrillConfig, ElasticConfig, SpeedConfig,
+        MetricsConfig, DrillConfig, ElasticConfig, SpeedConfig, AuditConfig,
     )  # fmt: skip

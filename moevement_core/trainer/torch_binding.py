@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from moevement_core.audit.evidence import AuditedModel
+from moevement_core.audit.observe import before_reductions
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import ConfigError
 from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, StateBytes, layer_name
@@ -278,6 +280,11 @@ class TorchBinding(Binding):
         return [("", tuple(range(dist.get_world_size())), begin_whole({"": weights})()[""])] if weights else []
 
     @override
+    def audited(self) -> AuditedModel:
+        operators = {name: parameters for name, _, parameters in self._parts}
+        return AuditedModel([self.model], operators, lambda parameter: parameter.grad)
+
+    @override
     def live_replicas(self) -> set[int]:
         has_all = not self.has_local_state and not dict(self._buffers())
         return set(range(dist.get_world_size())) - {dist.get_rank()} if has_all else set()
@@ -353,6 +360,7 @@ class _Replay(Trainer):
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         self._binding.iteration = iteration - 1
         self._binding.forward_backward(iteration)
+        before_reductions()
         reduced = self._binding.reduce()
         # The norm of the first execution counts, because frozen operators have no gradients now.
         self._outcome = reduced if outcome is None else {**outcome["step"], "losses": reduced["losses"]}

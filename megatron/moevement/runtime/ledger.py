@@ -81,6 +81,7 @@ class Ledger:
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size
         from megatron.training import get_args
 
+        self._replayed.clear()  # an audit has executed iterations again whose lines are written
         if self._live.record is None:
             return
         wait_until_held()

@@ -26,7 +26,7 @@ MAY_KNOW = {
 WITHOUT_CYCLES = tuple(TOP_PACKAGES)
 PACKAGES = (
     "", "util", "policy", "overhead", "speed", "run", "comms", "snapshot", "replication", "strategies", "storage",
-    "engine", "elastic", "rendezvous", "restart", "recovery", "planning", "simulator", "monitoring", "trainer",
+    "engine", "elastic", "rendezvous", "restart", "audit", "recovery", "planning", "simulator", "monitoring", "trainer",
     "topology", "rebuild", "saving", "session", "launching",
 )  # fmt: skip
 """Packages of the engine, the lowest first; the empty name stands for the modules that belong to no package."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from moevement_core.audit.replicas import compact
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild import verdict
-from moevement_core.rebuild.replica_digests import compact
 from moevement_core.rebuild.verdict import RankVerdict
 from moevement_core.recovery.check import relative_difference
 from moevement_core.recovery.plan import RecoveryPlan, Report

@@ -1,4 +1,4 @@
-"""Comparison, after a recovery, of compute weights that must be equal on several ranks."""
+"""Comparison of compute weights that must be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
-
-from moevement_core.trainer.binding import Replicas
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class ReplicaDigest:
     digest: str
 
 
-def compact(replicas: Iterable[Replicas]) -> list[ReplicaDigest]:
+def compact(replicas: Iterable[tuple[str, tuple[int, ...], str]]) -> list[ReplicaDigest]:
     """Return what a rank sends of the result of ``Binding.replicas``."""
     return [
         ReplicaDigest(name, xxhash.xxh3_64_hexdigest(repr(tuple(ranks)).encode()), digest)

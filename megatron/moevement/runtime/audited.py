@@ -1,0 +1,48 @@
+"""Modules and gradients of Megatron's model that an audit observes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement.optimizer.views import OperatorViews
+from moevement_core.audit.evidence import AuditedModel
+from moevement_core.audit.observe import before_reductions
+
+
+def audited_model(chunks: list[Any], views: OperatorViews) -> AuditedModel:
+    """Return the modules and parameters of a rank's virtual stages.
+
+    With ``--overlap-grad-reduce``, Megatron reduces some gradients while it computes others, so none are observed.
+
+    Args:
+        chunks: unwrapped virtual stages of this rank.
+        views: views of this rank's operators.
+    """
+    from megatron.training import get_args
+
+    operators = {name: [trained.parameter for trained in entries] for name, entries in views.trained.items()}
+    return AuditedModel(chunks, operators, _no_gradient if get_args().overlap_grad_reduce else _gradient)
+
+
+def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    return None
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    buffer = getattr(parameter, "main_grad", None)
+    return parameter.grad if buffer is None else buffer
+
+
+def noting_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``finalize_model_grads`` that first notes that all gradients are complete."""
+
+    @functools.wraps(original)
+    def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+        before_reductions()
+        return original(*args, **kwargs)
+
+    return finalize_model_grads

@@ -1,0 +1,1 @@
+"""Audits of a healthy job: a stage executes an iteration twice, and ranks compare what both executions computed."""

@@ -1,0 +1,116 @@
+"""Evidence of one rank on an iteration: digests of what the rank computed in it, in the order of the computation.
+
+A rank whose second execution differs from the first compares both pieces of evidence. The first difference is nearest
+to its cause: a wrong activation changes all later activations, gradients and weights, on this rank and on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class AuditedModel:
+    """Modules and parameters of a rank that an audit observes."""
+
+    roots: Sequence[nn.Module]
+    """Modules that the rank executes, with all modules inside."""
+    operators: Mapping[str, Sequence[nn.Parameter]]
+    """Parameters of each operator."""
+    gradient: Callable[[nn.Parameter], torch.Tensor | None]
+    """Function that returns the gradient of a parameter before it is reduced over ranks; None if there is none, or if
+    the trainer reduces some gradients while it computes others."""
+
+
+class Computed(IntEnum):
+    """Result that evidence covers, in the order in which a rank computes them."""
+
+    OUTPUT = 0
+    """Output of a module in the forward pass."""
+    SENT = 1
+    """Tensors that the rank sent to other stages."""
+    GRADIENT = 2
+    """Gradients of an operator, before they are reduced over ranks."""
+    STATE = 3
+    """Weights and optimizer state of an operator that the rank updates, after the update."""
+    WEIGHTS = 4
+    """All compute weights that other ranks hold as well, after the update."""
+
+    @property
+    def text(self) -> str:
+        """Words for this result in a log line."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Computed.OUTPUT: "output", Computed.SENT: "tensors for other stages", Computed.GRADIENT: "gradient",
+    Computed.STATE: "state after the update", Computed.WEIGHTS: "compute weights after the update",
+}  # fmt: skip
+
+
+@dataclass
+class Evidence:
+    """Digests of what one rank computed in one execution of an iteration."""
+
+    outputs: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    """Operators of a module, and the digest of its output, for each call of a module in order."""
+    sent: str | None = None
+    gradients: dict[str, str] = field(default_factory=dict)
+    """Digests of gradients before the reduction, by operator."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the state after the update, by operator."""
+    weights: str = ""
+    """Digest of the compute weights that other ranks hold as well."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First difference between two executions of an iteration on one rank."""
+
+    computed: int
+    """Result that differs first, a :class:`Computed`."""
+    place: int
+    """Place of the result among those of its kind: a smaller one is computed earlier, on whichever rank."""
+    operators: tuple[str, ...]
+    """Operators with such a difference; empty if it cannot be assigned to operators."""
+
+
+def first_difference(first: Evidence, second: Evidence, order: Sequence[str]) -> Difference | None:
+    """Return the first difference between two executions; None if they are equal.
+
+    Args:
+        first: evidence of the first execution.
+        second: evidence of the second execution.
+        order: operators of the rank in the order of the forward pass.
+    """
+    places = {name: place for place, name in enumerate(order)}
+    for place, (before, after) in enumerate(zip(first.outputs, second.outputs, strict=False)):
+        if before != after:
+            operators = before[0]
+            changed = _unequal(first.gradients, second.gradients) or _unequal(first.state, second.state)
+            narrowed = tuple(name for name in operators if name in changed)
+            return Difference(Computed.OUTPUT, place, narrowed or operators)
+    if len(first.outputs) != len(second.outputs):
+        return Difference(Computed.OUTPUT, min(len(first.outputs), len(second.outputs)), ())
+    if first.sent != second.sent:
+        return Difference(Computed.SENT, 0, ())
+    if unequal := _unequal(first.gradients, second.gradients):
+        # The backward pass computes the gradients of the last operators first.
+        place = max(places.get(name, len(places)) for name in unequal)
+        return Difference(Computed.GRADIENT, len(places) - place, _sorted(unequal, places))
+    if unequal := _unequal(first.state, second.state):
+        return Difference(Computed.STATE, 0, _sorted(unequal, places))
+    return Difference(Computed.WEIGHTS, 0, ()) if first.weights != second.weights else None
+
+
+def _unequal(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    return [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+
+
+def _sorted(names: Iterable[str], places: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: (places.get(name, len(places)), name)))

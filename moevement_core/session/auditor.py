@@ -1,0 +1,332 @@
+"""Audits of one rank: silent corruption is found, and the job goes back to a state from before it.
+
+An audited stage keeps a copy of its state before an iteration, and trains. After the iteration it loads the copy and
+executes the iteration again, from its own batches and from the boundary logs of other stages. A difference between both
+executions means that a device has computed or stored something wrong. So an audit costs the stage about one iteration
+and two copies of its state, and the other stages wait. No rank sends more than some hundred bytes.
+
+After the last snapshot of each window, data-parallel replicas also compare their weights. That finds a wrong weight of
+any iteration of the window, while the window before is still in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn, override
+
+import numpy as np
+
+from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
+from moevement_core.audit.corruption import Corrupter
+from moevement_core.audit.evidence import Difference, Evidence, first_difference
+from moevement_core.audit.observe import IterationObserver
+from moevement_core.audit.replicas import compact
+from moevement_core.audit.verdict import Finding, Verdict, judge, judge_replicas
+from moevement_core.comms.codec import decode, encode
+from moevement_core.errors import CorruptionFound
+from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.rebuild.feeders import start_feeders
+from moevement_core.rebuild.live_replicas import snapshot_of_live
+from moevement_core.rebuild.prepare import Prepared
+from moevement_core.recovery.agree import Distrust
+from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.feed import Feeding
+from moevement_core.recovery.plan import RecoveryPlan
+from moevement_core.recovery.replay import ReplayObserver, replay
+from moevement_core.recovery.scope import segments
+from moevement_core.restart.device_health import DeviceFault
+from moevement_core.restart.faults import Corruption
+from moevement_core.restart.generation import Regroup, atomic, generation, waiting_for_others, working
+from moevement_core.run.events import Corrupted
+from moevement_core.saving.saving import Saving
+from moevement_core.saving.step_records import StepRecords
+from moevement_core.session.recoverer import Recoverer
+from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.speed.waits import waits
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.commit import Commit, Mark
+from moevement_core.util.words import counted
+
+MOST_WAIT_S = 10.0
+"""Longest time in seconds for which a rank waits until those with wrong results have given their ranks back."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Audit of an iteration that has begun."""
+
+    iteration: int
+    """Iteration that is executed twice."""
+    segment: frozenset[int]
+    """Stages that execute it twice, together."""
+    mark: Mark
+    """State before the iteration: what the job goes back to if the iteration went wrong."""
+    snapshot: Snapshot | None
+    """Copy of this rank's state before the iteration; None on a rank that executes it once."""
+
+
+class Auditor:
+    """Auditor of one rank. The training thread calls all methods.
+
+    Args:
+        config: interval of audits.
+        corruptions: corruptions to inject, for drills.
+        saving: saving of this rank's snapshots.
+        records: outcomes of recent steps of this rank.
+        commit: commit point of this rank.
+        recoverer: recoverer of this rank.
+    """
+
+    def __init__(
+        self,
+        config: AuditConfig,
+        corruptions: tuple[Corruption, ...],
+        saving: Saving,
+        records: StepRecords,
+        commit: Commit,
+        recoverer: Recoverer,
+    ) -> None:
+        self.distrust: tuple[Distrust, Mark | None] | None = None
+        """Iterations that are not trusted any more, and the mark of the newest one that is; None if all are trusted.
+
+        The mark is None if the job has to start over.
+        """
+        self._config, self._saving, self._records, self._commit = config, saving, records, commit
+        self._binding, self._recoverer = saving.parts.binding, recoverer
+        model = self._binding.audited() if config.interval is not None or corruptions else None
+        self._observer = IterationObserver(model)
+        self._corrupter = Corrupter(corruptions, saving.topology.rank, saving.parts.states, model)
+        self._begun: _Begun | None = None
+        self._clean_at: int | None = None
+        """Newest iteration whose audit has found this rank's stage clean."""
+        self._alike: Mark | None = None
+        """Mark of the newest iteration after which all replicas had equal weights."""
+        self._seconds = 0.0
+        """Seconds that audits have taken since the last call of :meth:`fields`."""
+        self._lacks_memory = False
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a metrics line: seconds of audits in the iteration, and the newest clean iteration."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"audit_s": seconds, "audited": self._clean_at}
+
+    def interrupted(self) -> None:
+        """Drop an audit that a failure has interrupted."""
+        self._observer.end()
+        self._begun = None
+
+    def resumed(self) -> None:
+        """Trust all iterations again, because the job has gone back to a state that is trusted."""
+        self.distrust, self._alike = None, None
+
+    # Before an iteration
+
+    def check(self, committed: int) -> None:
+        """End the audit of ``committed``, and compare replicas if a window has ended. Every rank calls it.
+
+        Called while ``state@committed`` is live, before its snapshot is captured.
+
+        Raises:
+            CorruptionFound: a result was wrong, and the job has no launcher that could replace the rank.
+            Exception: a result was wrong; the exception leads to the next generation.
+        """
+        if self._config.interval is None:
+            return
+        began = time.perf_counter()
+        with waiting_for_others(), waits.waiting():
+            begun, self._begun = self._begun, None
+            if begun is not None and begun.iteration == committed:
+                self._end_audit(begun)
+            if self._has_window_ended(committed):
+                self._compare_replicas(committed)
+        self._seconds += time.perf_counter() - began
+
+    def begin(self, committed: int) -> None:
+        """Begin the audit of the iteration after ``committed`` if it is due, and inject corruptions. Collective."""
+        iteration, topology = committed + 1, self._saving.topology
+        began = time.perf_counter()
+        stage = self._config.stage_of(iteration, topology.pipeline.stages)
+        if stage is not None and iteration not in self._binding.iterations_left_out():
+            with waiting_for_others(), waits.waiting():
+                self._begin_audit(iteration, self._segment(stage))
+            self._seconds += time.perf_counter() - began
+        self._corrupter.begin(iteration)
+        if self._begun is not None and self._begun.snapshot is not None:
+            self._observer.begin()
+
+    def _segment(self, stage: int) -> frozenset[int]:
+        """Return the stages that execute an iteration again if ``stage`` does, as in a recovery."""
+        pipeline, binding = self._saving.topology.pipeline, self._binding
+        if binding.boundary_log is None or binding.stages_are_tied_by() is not None:
+            return frozenset(range(pipeline.stages))
+        return segments(pipeline, {stage})[0]
+
+    def _begin_audit(self, iteration: int, segment: frozenset[int]) -> None:
+        mark, topology = self._commit.mark, self._saving.topology
+        assert mark is not None
+        is_audited = topology.stage in segment
+        can_copy = not is_audited or self._saving.has_room_for_state()
+        answers = topology.channels.job_group.decide(
+            encode(can_copy), lambda all_of: encode(all(decode(answer, bool) for answer in all_of))
+        )
+        if not decode(answers, bool):
+            if not self._lacks_memory:
+                self._saving.reports.log_once(
+                    f"{AUDIT_INTERVAL}: a rank has no host memory for a copy of its state, so stages "
+                    f"{sorted(segment)} are not audited; give --moevement-host-memory-gb more, or leave the flag out"
+                )
+            self._lacks_memory = True
+            return
+        snapshot = self._copy(iteration - 1, mark) if is_audited else None
+        self._begun = _Begun(iteration, segment, mark, snapshot)
+
+    def _copy(self, committed: int, mark: Mark) -> Snapshot:
+        parts = self._saving.parts
+        boundary = mark.boundary if mark.resumed is None else mark.resumed
+        return snapshot_of_live(
+            parts.states, parts.topology.table, parts.topology.rank, iteration=committed, boundary=boundary
+        )
+
+    # The second execution
+
+    def _end_audit(self, begun: _Begun) -> None:
+        topology, difference = self._saving.topology, None
+        if begun.snapshot is not None:
+            difference = self._execute_again(begun, begun.snapshot)
+        else:
+            for feeder in start_feeders(self._saving.parts, self._prepared(begun)):
+                feeder.finish()
+        verdict = self._decide(Finding(topology.stage, self._clean_at, difference), is_of_replicas=False)
+        if verdict.suspects:
+            self._go_back(verdict, begun.iteration, begun.mark, Distrust(begun.iteration - 1, verdict.clean_at))
+        if topology.stage in begun.segment:
+            self._clean_at = begun.iteration
+
+    def _execute_again(self, begun: _Begun, snapshot: Snapshot) -> Difference | None:
+        saving, binding, parts = self._saving, self._binding, self._saving.parts
+        first = self._completed(self._observer.end(), begun.iteration)
+        saving.checkpointer.wait()
+        saving.checkpointer.capturer.settle()
+        saving.checkpointer.wait_for_gradient_copies(begun.iteration)
+        before, prepared = binding.boundary_copy(), self._prepared(begun)
+        record = self._records.of_last(begun.iteration) or self._records.known(begun.iteration).get(begun.iteration)
+        topology, plan = parts.topology, prepared.own_plan
+        assert plan is not None
+        is_alone = len(begun.segment) < topology.pipeline.stages
+        feeding = Feeding(topology.neighbours, begun.segment, topology.channels.feeds) if is_alone else None
+        tied = topology.pipeline.tied
+        shared_from = begun.iteration if tied and tied <= begun.segment else None
+        with (
+            self._recoverer.replaying(),
+            self._observer.observing() as observed,
+            binding.replaying(shared_from, feeding) as trainer,
+            working(),
+        ):
+            replay(
+                plan, stage=topology.stage, names=topology.table.names, snapshots={snapshot.iteration: snapshot},
+                trainer=trainer, check=StateCheck(parts.states, dict, enabled=False),
+                observer=_Again(self._corrupter, self._observer),
+                outcomes={begun.iteration: record} if record else {},
+            )  # fmt: skip
+        binding.put_boundary(before)
+        second = self._completed(observed[0], begun.iteration)
+        return first_difference(first, second, list(parts.states))
+
+    def _prepared(self, begun: _Begun) -> Prepared:
+        topology, before = self._saving.topology, begun.iteration - 1
+        runs = {stage: RecoverableRun(before, np.full(len(topology.table), before)) for stage in begun.segment}
+        plan = RecoveryPlan(
+            first=before, dense_at=before, until=begun.iteration, begins=before, runs=runs, fetches=()
+        )  # fmt: skip
+        return Prepared(
+            (plan,), plan if topology.stage in begun.segment else None, snapshots={}, outcomes={}, fetch_s=0.0
+        )
+
+    def _completed(self, evidence: Evidence, iteration: int) -> Evidence:
+        """Add what an execution has left behind: the state after the update, and the log of sent tensors."""
+        log = self._binding.boundary_log
+        evidence.sent = None if log is None else log.digest(iteration)
+        evidence.state = self._saving.checkpointer.capturer.whole_now()
+        evidence.weights = repr(self._binding.replicas())
+        return evidence
+
+    # Replicas
+
+    def _has_window_ended(self, committed: int) -> bool:
+        """Return True if the newest snapshot is the last one of its window."""
+        history = self._saving.checkpointer.history
+        last = committed - 1
+        if last < self._saving.began_at or not history.takes(last):
+            return False
+        schedule = history.at(last)
+        return schedule.last_of_run(schedule.window_start(last)) == last
+
+    def _compare_replicas(self, committed: int) -> None:
+        topology = self._saving.topology
+        finding = Finding(topology.stage, self._clean_at, replicas=tuple(compact(self._binding.replicas())))
+        verdict = self._decide(finding, is_of_replicas=True)
+        if verdict.suspects:
+            alike, began_at = self._alike, self._saving.began_at
+            trusted = began_at if alike is None else alike.iteration
+            self._go_back(verdict, committed, alike, Distrust(trusted, trusted))
+        self._alike = self._commit.mark
+
+    def _decide(self, finding: Finding, *, is_of_replicas: bool) -> Verdict:
+        def decide(findings: list[bytes]) -> bytes:
+            return encode((judge_replicas if is_of_replicas else judge)([decode(each, Finding) for each in findings]))
+
+        group = self._saving.topology.channels.job_group
+        verdict: Verdict = decode(group.decide(encode(finding), decide), Verdict)
+        return verdict
+
+    # After a wrong result
+
+    def _go_back(self, verdict: Verdict, found_at: int, mark: Mark | None, distrust: Distrust) -> NoReturn:
+        """Give wrong ranks back, and leave the generation with the order to go back to a trusted state."""
+        topology, now = self._saving.topology, generation()
+        text = _text(verdict, found_at, topology)
+        self.distrust = distrust, mark
+        event = Corrupted(
+            text, iteration=found_at, ranks=tuple(suspect.rank for suspect in verdict.suspects),
+            nodes=tuple(topology.nodes[suspect.rank] for suspect in verdict.suspects),
+            operators=tuple(sorted({name for suspect in verdict.suspects for name in suspect.operators})),
+            trusted=distrust.trusted, clean_at=distrust.clean_at,
+        )  # fmt: skip
+        self._saving.reports.warn(text, event)
+        if now is None:
+            raise CorruptionFound(f"{text}. Its weights must not be used: start again from an older state")
+        topology.channels.job_group.barrier()  # from here on, every rank knows that its state is not trusted
+        if topology.rank in event.ranks:
+            with atomic():
+                now.give_back(DeviceFault(text, is_broken=False))
+        deadline = time.monotonic() + MOST_WAIT_S
+        while time.monotonic() < deadline:  # the interruption by the guard is raised in this loop
+            time.sleep(0.02)
+        raise Regroup
+
+
+class _Again(ReplayObserver):
+    """Observer of the second execution of an iteration."""
+
+    def __init__(self, corrupter: Corrupter, observer: IterationObserver) -> None:
+        self._corrupter, self._observer = corrupter, observer
+
+    @override
+    def runs(self, iteration: int, frozen: int) -> None:
+        self._corrupter.begin(iteration)
+        self._observer.begin()
+
+
+def _text(verdict: Verdict, found_at: int, topology: Topology) -> str:
+    suspects = verdict.suspects[:5]
+    wrong = "; ".join(
+        f"rank {suspect.rank} on node {topology.nodes[suspect.rank]}: {suspect.text}"
+        + (f" of {', '.join(suspect.operators[:5])}" if suspect.operators else "")
+        for suspect in suspects
+    )
+    more = len(verdict.suspects) - len(suspects)
+    return (
+        f"silent corruption in or before iteration {found_at}: {wrong}"
+        + (f", and {counted(more, 'more rank')}" if more else "")
+    )  # fmt: skip
