@@ -11,7 +11,7 @@ AUDIT_INTERVAL = "--moevement-audit-interval"
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """Interval of audits."""
+    """Interval between audits of pipeline stages, in iterations."""
 
     interval: int | None = flag(
         AUDIT_INTERVAL, type=int, metavar="N", check=at_least(1),

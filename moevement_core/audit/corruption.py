@@ -98,12 +98,12 @@ class Corrupter:
         call_at_gradients(self, None)
         if (model := self._model) is None:
             return
-        found = [
+        nonzero = [
             (name, gradient) for name, parameters in model.operators.items()
             for gradient in map(model.gradient, parameters) if gradient is not None and bool(gradient.count_nonzero())
         ]  # fmt: skip
-        if found:
-            name, gradient = draw.choice(found)
+        if nonzero:
+            name, gradient = draw.choice(nonzero)
             _flip(gradient, draw, f"a gradient of {name}, iteration {iteration}")
 
     def _flip_output(self, draw: random.Random, iteration: int) -> None:
@@ -112,7 +112,7 @@ class Corrupter:
             return
         module, operators = draw.choice(list(modules.items()))
 
-        def flip(module: nn.Module, given: Any, output: Any) -> None:
+        def flip(module: nn.Module, arguments: Any, output: Any) -> None:
             for tensor in tensors_of(output):
                 if tensor.dtype in _MANTISSA_BITS and tensor.numel():
                     _flip(tensor.data, draw, f"the output of {', '.join(operators)}, iteration {iteration}")

@@ -39,7 +39,7 @@ class Computed(IntEnum):
     STATE = 3
     """Weights and optimizer state of an operator that the rank updates, after the update."""
     WEIGHTS = 4
-    """All compute weights that other ranks hold as well, after the update."""
+    """Compute weights that other ranks hold as well, after the update."""
 
     @property
     def text(self) -> str:
@@ -54,7 +54,7 @@ _TEXTS = {
 
 
 @dataclass
-class Evidence:
+class AuditEvidence:
     """Digests of what one rank computed in one execution of an iteration."""
 
     outputs: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Difference:
     """Operators with such a difference; empty if it cannot be assigned to operators."""
 
 
-def first_difference(first: Evidence, second: Evidence, order: Sequence[str]) -> Difference | None:
+def first_difference(first: AuditEvidence, second: AuditEvidence, order: Sequence[str]) -> Difference | None:
     """Return the first difference between two executions; None if they are equal.
 
     Args:

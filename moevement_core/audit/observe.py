@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moevement_core.audit.evidence import AuditedModel, Evidence
+from moevement_core.audit.evidence import AuditedModel, AuditEvidence
 from moevement_core.snapshot.whole import begin_whole
 
 _at_gradients: dict[object, Callable[[], None]] = {}
@@ -61,19 +61,19 @@ class IterationObserver:
         ]
         call_at_gradients(self, self._observe_gradients)
 
-    def end(self) -> Evidence:
+    def end(self) -> AuditEvidence:
         """End the observation; return what was observed, without the state after the update."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         call_at_gradients(self, None)
         outputs = [(operators, digest()) for operators, digest in self._pending]
-        return Evidence(outputs=outputs, gradients=dict(self._gradients()))
+        return AuditEvidence(outputs=outputs, gradients=dict(self._gradients()))
 
     @contextmanager
-    def observing(self) -> Iterator[list[Evidence]]:
+    def observing(self) -> Iterator[list[AuditEvidence]]:
         """Return a context that observes an execution; its list has the evidence after the end of the context."""
-        evidence = list[Evidence]()
+        evidence = list[AuditEvidence]()
         self.begin()
         try:
             yield evidence
@@ -81,7 +81,7 @@ class IterationObserver:
             evidence.append(self.end())
 
     def _observing(self, operators: tuple[str, ...]) -> Callable[..., None]:
-        def observe(module: nn.Module, given: Any, output: Any) -> None:
+        def observe(module: nn.Module, arguments: Any, output: Any) -> None:
             tensors = list(tensors_of(output))
             self._pending.append((operators, _digest(tensors)))
 
@@ -108,12 +108,12 @@ def operators_by_module(model: AuditedModel | None) -> dict[nn.Module, tuple[str
     if model is None:
         return {}
     names = {id(parameter): name for name, parameters in model.operators.items() for parameter in parameters}
-    found = {}
+    by_module = {}
     for module in (module for root in model.roots for module in root.modules()):
         own = dict.fromkeys(names[id(each)] for each in module.parameters(recurse=False) if id(each) in names)
         if own:
-            found[module] = tuple(own)
-    return found
+            by_module[module] = tuple(own)
+    return by_module
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:

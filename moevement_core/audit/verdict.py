@@ -36,7 +36,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """Result of an audit, which one rank decides and all ranks get."""
 
     suspects: tuple[Suspect, ...] = ()
@@ -44,7 +44,7 @@ class Verdict:
     """Newest iteration that the stages of all suspects are known to have computed right; None for none."""
 
 
-def judge(findings: Sequence[Finding]) -> Verdict:
+def judge(findings: Sequence[Finding]) -> AuditVerdict:
     """Return the ranks whose results were wrong in an audit of a stage.
 
     They are the ranks with the difference nearest to its cause (:mod:`moevement_core.audit.evidence`). If several ranks
@@ -55,16 +55,16 @@ def judge(findings: Sequence[Finding]) -> Verdict:
     """
     differing = {rank: finding.difference for rank, finding in enumerate(findings) if finding.difference is not None}
     if not differing:
-        return Verdict()
+        return AuditVerdict()
     first = min((each.computed, each.place) for each in differing.values())
     suspects = tuple(
         Suspect(rank, each.operators, Computed(each.computed).text)
         for rank, each in sorted(differing.items()) if (each.computed, each.place) == first
     )  # fmt: skip
-    return Verdict(suspects, _clean_at(findings, suspects))
+    return AuditVerdict(suspects, _clean_at(findings, suspects))
 
 
-def judge_replicas(findings: Sequence[Finding]) -> Verdict:
+def judge_replicas(findings: Sequence[Finding]) -> AuditVerdict:
     """Return the ranks whose compute weights differ from those of most of their data-parallel replicas.
 
     Two replicas alone cannot tell which of them is wrong, so both are suspects.
@@ -88,7 +88,7 @@ def judge_replicas(findings: Sequence[Finding]) -> Verdict:
         Suspect(rank, tuple(operators), "compute weights, compared with its data-parallel replicas")
         for rank, operators in sorted(wrong.items())
     )
-    return Verdict(suspects, _clean_at(findings, suspects) if suspects else None)
+    return AuditVerdict(suspects, _clean_at(findings, suspects) if suspects else None)
 
 
 def _clean_at(findings: Sequence[Finding], suspects: Sequence[Suspect]) -> int | None:

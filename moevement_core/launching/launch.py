@@ -293,6 +293,8 @@ class _Starter:
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._script = KeptScript(launch.argv[0])
         self._nodes: dict[int, str] = {}
+        self._places: dict[int, int] = {}
+        """Local rank of each process by its number."""
         self._common = {
             **_environment(launch, store_port),
             SUPERVISOR_ENV: supervisor,
@@ -309,7 +311,8 @@ class _Starter:
         """
         launch = self._launch
         label = f"rank_{number}" if number < launch.nproc else f"spare_{number - launch.nproc}"
-        environment = {**self._common, **(variables or {}), "RANK": str(number), "LOCAL_RANK": str(number)}
+        environment = {**self._common, **(variables or {}), "RANK": str(number)}
+        environment["LOCAL_RANK"] = str(self._place_of(number, environment.get(REPLACES_ENV)))
         if launch.spares is not None:
             environment[MEMBER_ENV] = str(number)
         if launch.ranks_per_node is not None:
@@ -321,6 +324,11 @@ class _Starter:
                 self._scratch.mkdir(mode=0o700, exist_ok=True)  # A cleaner of temporary folders may have removed it.
                 environment["TMPDIR"] = str(self._scratch)
         return Child(label, self._program, environment, self._logs)
+
+    def _place_of(self, number: int, replaced: str | None) -> int:
+        """Return the local rank of a process; a process started in place of an ended one has its local rank."""
+        self._places[number] = number if replaced is None else self._places[int(replaced)]
+        return self._places[number]
 
     def _node_of(self, number: int, replaced: str | None, ranks_per_node: int) -> str:
         """Return the simulated node of a process; a process started in place of an ended one is on the same node."""

@@ -53,7 +53,7 @@ from moevement_core.util.environment import (
     SUPERVISOR_ENV,
     TASKS_ENV,
 )
-from moevement_core.util.exit_codes import USAGE_ERROR
+from moevement_core.util.exit_codes import REPLACES_ENV, USAGE_ERROR
 from moevement_core.util.file_modes import FLAG, use_file_mode
 
 POLL_S = 0.05
@@ -256,8 +256,13 @@ def supervise(
             signals.check()  # The trainer was imported, and no signal is raised in an import.
             first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
 
+            places = dict[int, int]()
+
             def start(member: int, variables: dict[str, str]) -> Child:
-                local = first_local + (member % task.processes if member in task.first else 0)
+                # A process started in place of an ended one has its local rank, and so its device.
+                replaced = places.get(int(variables.get(REPLACES_ENV, -1)), 0)
+                local = places[member] = member % task.processes if member in task.first else replaced
+                local += first_local
                 own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
                 return Child(f"member_{member}", program, own, None)
 

@@ -130,6 +130,9 @@ def _say_who_failed(children: list[Child]) -> JobOutcome:
         return JobOutcome(0)
     if USAGE_ERROR in codes:
         lines = next((lines for child in children if (lines := _reports_of(child))), [])
+        if not lines:  # a script that checks its flags itself, like argparse: its last line has the mistake
+            mistaken = [child for child in children if child.code == USAGE_ERROR]
+            lines = next((errors[-1:] for child in mistaken if (errors := child.lines_of("err"))), [])
         if lines:
             print("\n".join(lines), file=sys.stderr)
         return JobOutcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))

@@ -435,7 +435,7 @@ class Coordinator:
         may_use_all = self._has_no_other or self.is_winding_down
         free = [info for info in self._without_rank() if may_use_all or info.node not in self.drains.nodes]
         waiting = sorted(free, key=lambda info: info.node in self._suspect_nodes)
-        if self.roster.generation >= 0 and any(info.devices for info in waiting):
+        if self.roster.generation >= 0 and (self._broken or any(info.devices for info in waiting)):
             waiting = with_free_device(waiting, self._devices_in_use())
         return [info.member for info in waiting]
 

@@ -41,7 +41,8 @@ def assign_devices(
 def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> list[MemberInfo]:
     """Return the waiting processes that can take ranks at the same time: each gets a separate free device.
 
-    The function goes through the processes in order, and omits a process that sees no device that is still free.
+    The function goes through the processes in order, and omits a process that sees no device that is still free, and
+    one on a CPU whose place is not trusted any more (:func:`place_of`).
 
     Args:
         waiting: processes without a rank; processes on CPUs need no device.
@@ -50,12 +51,17 @@ def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> l
     taken, able = set(taken), list[MemberInfo]()
     for info in waiting:
         number = _free_device(info, taken)
-        if info.devices and number is None:
+        if place_of(info) in taken if not info.devices else number is None:
             continue
         if number is not None:
             taken.add(identity(info, number))
         able.append(info)
     return able
+
+
+def place_of(info: MemberInfo) -> str:
+    """Return a name for the place of a process on a CPU, which has no identity of a device."""
+    return f"{info.node}/local-rank-{info.device}"
 
 
 def identity(info: MemberInfo, number: int) -> str:

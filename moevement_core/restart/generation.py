@@ -15,7 +15,6 @@ from moevement_core.comms.tree import TreeGroup
 from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import wait_until_held
-from moevement_core.restart.device_health import DeviceFault
 from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
 
@@ -65,8 +64,11 @@ class Generation:
     """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
     """Function for the main thread that asks the coordinator if any rank was interrupted in this generation."""
-    give_back: Callable[[DeviceFault], None] = lambda fault: None
-    """Function that gives the rank back because its device cannot be trusted, and ends this process."""
+    give_back: Callable[[str], None] = lambda reason: None
+    """Function that gives the rank back because its device has computed something wrong, and ends this process.
+
+    A device that is given back for the second time in a job is not used again.
+    """
     report_departure: Callable[[Departure], None] = lambda departure: None
     """Function that tells the coordinator what this rank does at the boundary at which it was asked to leave."""
 

@@ -30,14 +30,14 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 from moevement_core.comms import transport
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
-from moevement_core.rendezvous.devices import identity
+from moevement_core.rendezvous.devices import identity, place_of
 from moevement_core.rendezvous.interruption import GenerationStore, is_interrupted
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GROUPS, MemberInfo, Roster, UnusableDevice
 from moevement_core.rendezvous.store import connect_to_groups
-from moevement_core.rendezvous.value_client import connect
+from moevement_core.rendezvous.value_client import connect, is_first_to_claim
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.connections import listening
@@ -80,6 +80,8 @@ MOST_OF_A_DEPARTURE = 2 / 3
 
 The others need at most three lease times to hand over their state.
 """
+DISTRUSTED = "distrusted/{}"
+"""Key that the first process claims whose device has computed something wrong."""
 ASK_S = 0.02
 """Seconds between two questions of such a rank whether the generation is interrupted."""
 
@@ -268,14 +270,26 @@ class _Restarts:
             traceback.print_exc()
             self._give_back(fault, guard)
 
+    @property
+    def _device(self) -> str:
+        """Identity of this process's device, or name of its place on a CPU."""
+        return self._health.identity if self._health is not None else place_of(self._info)
+
+    def _give_back_distrusted(self, reason: str, guard: Guard) -> NoReturn:
+        """Give the rank back because an audit has found wrong results; the second time, the device is not used again.
+
+        A bit may flip once in a sound device, for example by radiation.
+        """
+        is_again = not is_first_to_claim(DISTRUSTED.format(self._device))
+        self._give_back(DeviceFault(reason + (", for the second time" if is_again else ""), is_again), guard)
+
     def _give_back(self, fault: DeviceFault, guard: Guard | None = None) -> NoReturn:
         """Report a fault of the device, interrupt the other ranks, and end this process.
 
         The process ends without destructors. They would use the device, or abort communicators with peers that do not
         yet know of the failure.
         """
-        device = self._health.identity if self._health is not None else ""
-        notice = UnusableDevice(fault.reason, device, fault.is_broken)
+        notice = UnusableDevice(fault.reason, self._device, fault.is_broken)
         print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
         _end_after(REPORT_S, BROKEN_DEVICE)
         with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop the report.
@@ -366,7 +380,7 @@ class _Restarts:
         now.guard = guard
         now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
         now.report_departure = self._member.report_departure
-        now.give_back = lambda fault: self._give_back(fault, guard)
+        now.give_back = lambda reason: self._give_back_distrusted(reason, guard)
         try:
             ended = guard.run(body)
             if ended is GenerationEnd.INTERRUPTED and guard.hang is not None:

@@ -19,10 +19,10 @@ import numpy as np
 
 from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
 from moevement_core.audit.corruption import Corrupter
-from moevement_core.audit.evidence import Difference, Evidence, first_difference
+from moevement_core.audit.evidence import AuditEvidence, Difference, first_difference
 from moevement_core.audit.observe import IterationObserver
 from moevement_core.audit.replicas import compact
-from moevement_core.audit.verdict import Finding, Verdict, judge, judge_replicas
+from moevement_core.audit.verdict import AuditVerdict, Finding, judge, judge_replicas
 from moevement_core.comms.codec import decode, encode
 from moevement_core.errors import CorruptionFound
 from moevement_core.policy.recoverable import RecoverableRun
@@ -35,7 +35,6 @@ from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.replay import ReplayObserver, replay
 from moevement_core.recovery.scope import segments
-from moevement_core.restart.device_health import DeviceFault
 from moevement_core.restart.faults import Corruption
 from moevement_core.restart.generation import Regroup, atomic, generation, waiting_for_others, working
 from moevement_core.run.events import Corrupted
@@ -243,7 +242,7 @@ class Auditor:
             (plan,), plan if topology.stage in begun.segment else None, snapshots={}, outcomes={}, fetch_s=0.0
         )
 
-    def _completed(self, evidence: Evidence, iteration: int) -> Evidence:
+    def _completed(self, evidence: AuditEvidence, iteration: int) -> AuditEvidence:
         """Add what an execution has left behind: the state after the update, and the log of sent tensors."""
         log = self._binding.boundary_log
         evidence.sent = None if log is None else log.digest(iteration)
@@ -272,17 +271,17 @@ class Auditor:
             self._go_back(verdict, committed, alike, Distrust(trusted, trusted))
         self._alike = self._commit.mark
 
-    def _decide(self, finding: Finding, *, is_of_replicas: bool) -> Verdict:
+    def _decide(self, finding: Finding, *, is_of_replicas: bool) -> AuditVerdict:
         def decide(findings: list[bytes]) -> bytes:
             return encode((judge_replicas if is_of_replicas else judge)([decode(each, Finding) for each in findings]))
 
         group = self._saving.topology.channels.job_group
-        verdict: Verdict = decode(group.decide(encode(finding), decide), Verdict)
+        verdict: AuditVerdict = decode(group.decide(encode(finding), decide), AuditVerdict)
         return verdict
 
     # After a wrong result
 
-    def _go_back(self, verdict: Verdict, found_at: int, mark: Mark | None, distrust: Distrust) -> NoReturn:
+    def _go_back(self, verdict: AuditVerdict, found_at: int, mark: Mark | None, distrust: Distrust) -> NoReturn:
         """Give wrong ranks back, and leave the generation with the order to go back to a trusted state."""
         topology, now = self._saving.topology, generation()
         text = _text(verdict, found_at, topology)
@@ -299,7 +298,7 @@ class Auditor:
         topology.channels.job_group.barrier()  # from here on, every rank knows that its state is not trusted
         if topology.rank in event.ranks:
             with atomic():
-                now.give_back(DeviceFault(text, is_broken=False))
+                now.give_back(text)
         deadline = time.monotonic() + MOST_WAIT_S
         while time.monotonic() < deadline:  # the interruption by the guard is raised in this loop
             time.sleep(0.02)
@@ -318,7 +317,7 @@ class _Again(ReplayObserver):
         self._observer.begin()
 
 
-def _text(verdict: Verdict, found_at: int, topology: Topology) -> str:
+def _text(verdict: AuditVerdict, found_at: int, topology: Topology) -> str:
     suspects = verdict.suspects[:5]
     wrong = "; ".join(
         f"rank {suspect.rank} on node {topology.nodes[suspect.rank]}: {suspect.text}"

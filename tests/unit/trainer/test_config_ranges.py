@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 
+from moevement_core.audit.config import AuditConfig
 from moevement_core.elastic.config import ElasticConfig, SlotsConfig
 from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
@@ -55,6 +56,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "--moevement-inject-speedup": OR_ENDLESS,
     },
     MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
+    AuditConfig: {"--moevement-audit-interval": AT_LEAST_ONE},
     SpeedConfig: {"--moevement-slow-factor": Range(1.05), "--moevement-evict-slow-seconds": OR_ENDLESS},
     ElasticConfig: {"--moevement-join-wait": NOT_NEGATIVE},
     SlotsConfig: {

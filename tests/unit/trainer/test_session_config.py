@@ -33,7 +33,7 @@ FLAGS = {
     "--moevement-elastic", "--moevement-join-wait", "--moevement-load-iteration", "--moevement-keep-windows",
     "--moevement-keep-windows-every",
     "--moevement-bandwidth", "--moevement-health-check", "--moevement-slow-factor", "--moevement-evict-slow",
-    "--moevement-evict-slow-seconds",
+    "--moevement-evict-slow-seconds", "--moevement-audit-interval", "--moevement-inject-corruption",
     "--moevement-health-seconds", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",
