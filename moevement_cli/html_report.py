@@ -19,7 +19,7 @@ from moevement_cli.run_plot import failure_text
 from moevement_cli.saving_costs import view
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.estimate import CONFIDENCE
-from moevement_core.run.events import SlowPlaceFound
+from moevement_core.run.events import Corrupted, SlowPlaceFound
 from moevement_core.run.figures import WARNING_EVENTS
 
 MOST_RECOVERIES = 100
@@ -91,7 +91,7 @@ class _Drawn:
         return replace(self.line(costs.points()), band=costs.intervals())
 
     def marks(self) -> list[ChartMark]:
-        """Return a mark for each recovery and each slow place, at its iteration."""
+        """Return a mark for each recovery, each slow place and each corruption, at its iteration."""
         recoveries = [
             ChartMark(self.facts.iteration_at(recovery), self.color, self._sentence(recovery), _label(recovery))
             for recovery in self.facts.recoveries
@@ -101,7 +101,12 @@ class _Drawn:
             for event in self.facts.events
             if event["event"] == SlowPlaceFound.kind
         ]
-        return [*recoveries, *slow]
+        corrupted = [
+            ChartMark(event["iteration"], self.color, f"{self.name}: {event['text']}", _corruption_label(event))
+            for event in self.facts.events
+            if event["event"] == Corrupted.kind
+        ]
+        return [*recoveries, *slow, *corrupted]
 
     def spans(self) -> list[ChartMark]:
         """Return a span for each recovery, in seconds since the first iteration began."""
@@ -113,6 +118,11 @@ class _Drawn:
 
     def _sentence(self, recovery: dict[str, Any]) -> str:
         return f"{self.name}: recovery {recovery['generation']}, {recovery['total_s']:.2f} s"
+
+
+def _corruption_label(event: dict[str, Any]) -> str:
+    named = "rank" if len(event["ranks"]) == 1 else "ranks"
+    return f"{named} {', '.join(map(str, event['ranks']))} computed something wrong"
 
 
 def _slow_label(event: dict[str, Any]) -> str:

@@ -254,7 +254,7 @@ class OperatorTable:
     @cached_property
     def layers(self) -> npt.NDArray[np.int64]:
         """Layer of each operator, -1 outside layers, int64 ``[operators]``."""
-        return np.fromiter((_layer_of(name) for name in self.names), dtype=np.int64, count=len(self))
+        return np.fromiter((layer_of(name) for name in self.names), dtype=np.int64, count=len(self))
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
@@ -272,7 +272,7 @@ class OperatorTable:
         return iter(self.names)
 
 
-def _layer_of(name: str) -> int:
+def layer_of(name: str) -> int:
     """Return the layer number in an operator's name; -1 if the operator belongs to no layer."""
     match = re.match(r"layers\.(\d+)", name)
     return int(match[1]) if match else -1

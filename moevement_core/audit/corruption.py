@@ -52,7 +52,7 @@ class Corrupter:
         """Corruptions that this process makes in each iteration from now on."""
         self._states, self._model = states, model
         self._executions = 0
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def begin(self, iteration: int) -> None:
         """Make the corruptions of an execution of ``iteration``, now or at their moment in it."""
@@ -66,6 +66,8 @@ class Corrupter:
                     self._lasting.append(corruption)
             if corruption.iteration <= iteration:
                 self._left.remove((number, corruption))
+        gradients = []
+        """Random choices of the flips in gradients."""
         for corruption in due:
             draw = random.Random(f"{corruption.seed}/{iteration}/{self._executions}")
             match corruption.part:
@@ -74,15 +76,17 @@ class Corrupter:
                 case CorruptedPart.MOMENT:
                     self._flip_state(Saved.FULL, draw, iteration)
                 case CorruptedPart.GRADIENT:
-                    call_at_gradients(self, partial(self._flip_gradient, draw, iteration))
+                    gradients.append(draw)
                 case CorruptedPart.ACTIVATION:
                     self._flip_output(draw, iteration)
+        if gradients:
+            call_at_gradients(self, partial(self._flip_gradients, gradients, iteration))
 
     def _end(self) -> None:
         call_at_gradients(self, None)
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _flip_state(self, saved: Saved, draw: random.Random, iteration: int) -> None:
         entries = [
@@ -94,7 +98,7 @@ class Corrupter:
             name, entry = draw.choice(entries)
             _flip(entry.tensor, draw, f"{entry.key} of {name}, iteration {iteration}")
 
-    def _flip_gradient(self, draw: random.Random, iteration: int) -> None:
+    def _flip_gradients(self, draws: Sequence[random.Random], iteration: int) -> None:
         call_at_gradients(self, None)
         if (model := self._model) is None:
             return
@@ -102,7 +106,7 @@ class Corrupter:
             (name, gradient) for name, parameters in model.operators.items()
             for gradient in map(model.gradient, parameters) if gradient is not None and bool(gradient.count_nonzero())
         ]  # fmt: skip
-        if nonzero:
+        for draw in draws if nonzero else ():
             name, gradient = draw.choice(nonzero)
             _flip(gradient, draw, f"a gradient of {name}, iteration {iteration}")
 
@@ -113,14 +117,15 @@ class Corrupter:
         module, operators = draw.choice(list(modules.items()))
 
         def flip(module: nn.Module, arguments: Any, output: Any) -> None:
+            handle.remove()
             for tensor in tensors_of(output):
                 if tensor.dtype in _MANTISSA_BITS and tensor.numel():
                     _flip(tensor.data, draw, f"the output of {', '.join(operators)}, iteration {iteration}")
                     break
-            self._end()
 
         # The flip comes before the hooks that observe the iteration.
-        self._handle = module.register_forward_hook(flip, prepend=True)
+        handle = module.register_forward_hook(flip, prepend=True)
+        self._handles.append(handle)
 
 
 def _moments(full: Sequence[StateTensor]) -> Iterator[StateTensor]:
@@ -128,8 +133,9 @@ def _moments(full: Sequence[StateTensor]) -> Iterator[StateTensor]:
 
 
 def _flip(tensor: torch.Tensor, draw: random.Random, place: str) -> None:
-    """Flip a bit of the mantissa of one element, so that the value stays finite."""
-    index, bit = draw.randrange(tensor.numel()), draw.randrange(_MANTISSA_BITS[tensor.dtype])
+    """Flip one of the upper bits of an element's mantissa: the value stays finite, and rounding does not hide it."""
+    bits = _MANTISSA_BITS[tensor.dtype]
+    index, bit = draw.randrange(tensor.numel()), draw.randrange(bits // 2, bits)
     at = torch.unravel_index(torch.tensor(index), tensor.shape)
     words = tensor.detach()[at].reshape(1).view(_WORDS[tensor.element_size()])
     tensor.detach()[at] = (words ^ (1 << bit)).view(tensor.dtype)[0]

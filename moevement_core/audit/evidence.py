@@ -13,6 +13,11 @@ from enum import IntEnum
 import torch
 from torch import nn
 
+from moevement_core.operators import HEAD, layer_of
+
+HEAD_DEPTH = 1 << 30
+"""Position of the head, after all layers."""
+
 
 @dataclass(frozen=True, eq=False)
 class AuditedModel:
@@ -74,8 +79,11 @@ class Difference:
 
     computed: int
     """Result that differs first, a :class:`Computed`."""
-    place: int
-    """Place of the result among those of its kind: a smaller one is computed earlier, on whichever rank."""
+    place: tuple[int, int]
+    """Place of the result among those of its kind, on all ranks: a result depends only on results with smaller places.
+
+    It is the layer, negative in the backward pass, and the number of the result on the rank.
+    """
     operators: tuple[str, ...]
     """Operators with such a difference; empty if it cannot be assigned to operators."""
 
@@ -88,29 +96,33 @@ def first_difference(first: AuditEvidence, second: AuditEvidence, order: Sequenc
         second: evidence of the second execution.
         order: operators of the rank in the order of the forward pass.
     """
-    places = {name: place for place, name in enumerate(order)}
-    for place, (before, after) in enumerate(zip(first.outputs, second.outputs, strict=False)):
+    for number, (before, after) in enumerate(zip(first.outputs, second.outputs, strict=False)):
         if before != after:
             operators = before[0]
             changed = _unequal(first.gradients, second.gradients) or _unequal(first.state, second.state)
             narrowed = tuple(name for name in operators if name in changed)
-            return Difference(Computed.OUTPUT, place, narrowed or operators)
+            return Difference(Computed.OUTPUT, (min(map(depth_of, operators)), number), narrowed or operators)
     if len(first.outputs) != len(second.outputs):
-        return Difference(Computed.OUTPUT, min(len(first.outputs), len(second.outputs)), ())
+        return Difference(Computed.OUTPUT, (HEAD_DEPTH, min(len(first.outputs), len(second.outputs))), ())
     if first.sent != second.sent:
-        return Difference(Computed.SENT, 0, ())
+        return Difference(Computed.SENT, (0, 0), ())
     if unequal := _unequal(first.gradients, second.gradients):
-        # The backward pass computes the gradients of the last operators first.
-        place = max(places.get(name, len(places)) for name in unequal)
-        return Difference(Computed.GRADIENT, len(places) - place, _sorted(unequal, places))
+        # The backward pass computes the gradients of the last layers first.
+        return Difference(Computed.GRADIENT, (-max(map(depth_of, unequal)), 0), _sorted(unequal, order))
     if unequal := _unequal(first.state, second.state):
-        return Difference(Computed.STATE, 0, _sorted(unequal, places))
-    return Difference(Computed.WEIGHTS, 0, ()) if first.weights != second.weights else None
+        return Difference(Computed.STATE, (0, 0), _sorted(unequal, order))
+    return Difference(Computed.WEIGHTS, (0, 0), ()) if first.weights != second.weights else None
+
+
+def depth_of(operator: str) -> int:
+    """Return the position of an operator between input and output of the model, as far as its name gives one."""
+    return HEAD_DEPTH if operator == HEAD else layer_of(operator)
 
 
 def _unequal(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
     return [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
 
 
-def _sorted(names: Iterable[str], places: Mapping[str, int]) -> tuple[str, ...]:
+def _sorted(names: Iterable[str], order: Sequence[str]) -> tuple[str, ...]:
+    places = {name: place for place, name in enumerate(order)}
     return tuple(sorted(names, key=lambda name: (places.get(name, len(places)), name)))

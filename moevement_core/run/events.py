@@ -312,5 +312,5 @@ class FastAgain(_Plain):
 PLAIN = (
     Started, Restarted, Resized, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned,
     AboveCap, NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
-    SlowPlaceFound, FastAgain,
+    SlowPlaceFound, FastAgain, Corrupted,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from moevement_core.run.account import PARTS
-from moevement_core.run.events import FastAgain, Resized, SlowPlaceFound, Started
+from moevement_core.run.events import Corrupted, FastAgain, Resized, SlowPlaceFound, Started
 
 
 class FigureKind(StrEnum):
@@ -94,6 +94,10 @@ RANKS = Figure(
     is_in_tensorboard=False,
 )  # fmt: skip
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
+CORRUPTIONS = Figure(
+    "corruptions", "", "Audits that have found wrong results (--moevement-audit-interval).", FigureKind.COUNTER,
+    is_in_tensorboard=False,
+)  # fmt: skip
 SLOW = Figure("slow_ranks", "ranks", "Ranks that are slower than their peers now.", is_in_tensorboard=False)
 REFUSED = Figure(
     "refused_connections", "connections", "Connections to the coordinator whose callers lacked the job's token "
@@ -117,6 +121,11 @@ OF_TRAINING = (
     Figure(
         "slowest_factor", "", "Time of that rank's own work divided by that of its peers.", field="slowest_factor"
     ),
+    Figure(
+        "audited_iteration", "", "Newest iteration whose audit has found the stage of the rank that records this "
+        "clean.", field="audited",
+    ),
+    Figure("audit_seconds", "seconds", "Seconds of audits.", FigureKind.COUNTER, field="audit_s"),
     Figure("tokens_per_second", "tokens/s", "Tokens per second in the newest iteration.", field="tokens_per_s"),
 )  # fmt: skip
 OF_CHECKPOINTS = (
@@ -209,12 +218,13 @@ OF_CHECKPOINTS = (
     ),
 )  # fmt: skip
 OF_JOB = (
-    EFFECTIVE, RANKS, NODES, SLOW, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
-    WARNINGS, REFUSED,
+    EFFECTIVE, RANKS, NODES, SLOW, CORRUPTIONS, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED,
+    LOST_TOKENS, WARNINGS, REFUSED,
 )  # fmt: skip
 FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
 WARNING_EVENTS = (
     "nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed", "above_cap", "slow",
+    "corrupted",
 )  # fmt: skip
 
 
@@ -277,7 +287,7 @@ class RunFigures:
             self._timed, self._timed_s = self._timed + 1, self._timed_s + duration
         if self._began_at is None and (at := _number(line.get("time"))) is not None:
             self._began_at = at - (duration or 0.0)
-        for figure in OF_CHECKPOINTS:
+        for figure in (*OF_TRAINING, *OF_CHECKPOINTS):
             if figure.kind is FigureKind.COUNTER and (value := _number(line.get(figure.field))) is not None:
                 self._sums[figure.name] = value if figure.is_sum else self._sums[figure.name] + value
 
@@ -295,7 +305,9 @@ class RunFigures:
             self._sums[LOST_TOKENS.name] += sum(event["lost_tokens"].values())
         elif kind in WARNING_EVENTS:
             self._sums[WARNINGS.name] += 1
-        if kind == SlowPlaceFound.kind:
+        if kind == Corrupted.kind:
+            self._sums[CORRUPTIONS.name] += 1
+        elif kind == SlowPlaceFound.kind:
             self.slow[tuple(event["ranks"])] = event["text"]
         elif kind == FastAgain.kind:
             self.slow.pop(tuple(event["ranks"]), None)

@@ -15,12 +15,12 @@ from typing import Any
 
 from moevement_core.overhead.fields import FIELDS
 from moevement_core.run.account import Account
-from moevement_core.run.events import FastAgain, Planned, Resized, SlowPlaceFound
+from moevement_core.run.events import Corrupted, FastAgain, Planned, Resized, SlowPlaceFound
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.outcome import Recovery
 
 _OF_EVENTS: dict[str, type] = {
-    kind.kind: kind for kind in (Account, FastAgain, Planned, Recovery, Resized, SlowPlaceFound)
+    kind.kind: kind for kind in (Account, Corrupted, FastAgain, Planned, Recovery, Resized, SlowPlaceFound)
 }
 """Classes of the events whose fields are checked, by kind; no code computes with the fields of other events."""
 _MOST = 1 << 53
@@ -29,7 +29,7 @@ _NUMBERS = (
     "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
     "copies_under_way", "persisted_from", "window", "window_snapshots", "windows_abandoned",
     "snapshot_memory_bytes", "log_bytes", "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed",
-    "slowest_rank", "slowest_factor", *FIELDS,
+    "slowest_rank", "slowest_factor", "audit_s", "audited", *FIELDS,
 )  # fmt: skip
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Fields that may hold ``nan``, ``inf`` or ``-inf`` as text, because JSON has no such numbers."""

@@ -223,10 +223,7 @@ class Recoverer:
         strategy = self._windows.strategy
         if prepared.own_plan is not None and self.clean_at is not None and not isinstance(strategy, LosesUpdates):
             self._windows.drop_counts()
-            begins = prepared.own_plan.iterations.start
-            self._saving.discard_after(begins - 1)
-            if (record := self._saving.parts.binding.record) is not None:
-                record.take_over(first_iteration=begins)  # the replay writes the lines of these iterations anew
+            self._saving.discard_after(prepared.own_plan.iterations.start - 1)
             return LostTokens()
         if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
             return None

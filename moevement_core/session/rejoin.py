@@ -72,6 +72,9 @@ class Rejoined:
                 outcomes = {}
             recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
         refuse_if_interrupted()  # an aborted reduction may seem complete, and digests do not cover all reductions
+        if prepared.own_plan is not None and session.recoverer.clean_at is not None and binding.record is not None:
+            # The lines of iterations that were executed anew are written anew.
+            binding.record.take_over(first_iteration=prepared.own_plan.iterations.start)
         if is_restored:
             # The snapshot may be from after a scheduled evaluation or save. Ranks repeat that from the state before it.
             common = dict(self.reached.common if self.is_between else {})

@@ -23,17 +23,18 @@ class Model:
 
     def __init__(self, corruptions: Sequence[Corruption] = ()) -> None:
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.linears = [nn.Linear(8, 8) for _ in range(2)]
+        self.layers = nn.ModuleList(self.linears)
         self.moments = [torch.ones(8, 8) for _ in self.layers]
         names = ["layers.0", "layers.1"]
-        operators = {name: list(layer.parameters()) for name, layer in zip(names, self.layers, strict=True)}
+        operators = {name: list(layer.parameters()) for name, layer in zip(names, self.linears, strict=True)}
         model = AuditedModel([self.layers], operators, lambda parameter: parameter.grad)
         self.states = {
             name: OperatorState(
                 (StateTensor(name, Saved.COMPUTE, "0/weight", layer.weight.data.view(-1)),),
                 (StateTensor(name, Saved.FULL, "0/exp_avg", moment.view(-1)),),
             )
-            for name, layer, moment in zip(names, self.layers, self.moments, strict=True)
+            for name, layer, moment in zip(names, self.linears, self.moments, strict=True)
         }
         self.observer = IterationObserver(model)
         self.corrupter = Corrupter(corruptions, 0, self.states, model)
@@ -41,7 +42,7 @@ class Model:
     def iteration(self, number: int) -> AuditEvidence:
         self.corrupter.begin(number)
         with self.observer.observing() as observed:
-            x = torch.arange(8.0)
+            x = torch.arange(1.0, 9.0)
             for layer in self.layers:
                 x = torch.tanh(layer(x))
             x.sum().backward()
@@ -71,8 +72,6 @@ def test_a_flip_of_any_bit_is_seen(part: CorruptedPart, computed: Computed) -> N
     for seed in range(20):
         model = Model([Corruption(part, 0, 1, seed=seed)])
         difference = first_difference(sound, model.iteration(1), list(model.states))
-        if part is CorruptedPart.WEIGHT and difference is None:
-            continue  # the lowest bits of a weight may vanish when outputs are rounded
         assert difference is not None
         assert difference.computed == computed
         assert len(difference.operators) == 1

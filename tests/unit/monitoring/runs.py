@@ -21,7 +21,8 @@ CHECKPOINTING = {
     "log_memory_bytes": 1_000_000, "on_disk": 5, "disk_written_bytes": 7000, "tokens_owed": 0,
     "overhead": 0.02, "overhead_low": 0.01, "overhead_high": 0.03, "overhead_allowed": 0.025,
     "overhead_copy": 0.004, "overhead_digest": 0.003, "overhead_send": 0.01,
-    "overhead_policy": 0.001, "overhead_stall": 0.002, "slowest_rank": 1, "slowest_factor": 1.1,
+    "overhead_policy": 0.001, "overhead_stall": 0.002, "slowest_rank": 1, "slowest_factor": 1.1, "audit_s": 0.02,
+    "audited": 8,
 }  # fmt: skip
 
 
