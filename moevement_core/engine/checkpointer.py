@@ -29,7 +29,7 @@ from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import HORIZON, Agreement, Writing
+from moevement_core.snapshot.agreement import Agreement, Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
@@ -422,9 +422,7 @@ class Checkpointer:
         self.own.free(dropped)
         if dropped:
             self.replicator.drop(min(dropped), max(dropped))
-        # A replacement does not know which snapshots of its predecessor are kept here.
-        for store in self.replicator.stores:
-            store.drop(iteration + 1, HORIZON)
+        self.replicator.forget_after(iteration)
 
     def rewire(
         self,

@@ -9,6 +9,7 @@ from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots, peers_wi
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import STEP_S, Delivery, Sender
+from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.snapshot.snapshot import Snapshot
 
 
@@ -76,6 +77,16 @@ class Replicator:
         """Ask every peer to drop this rank's snapshots from ``first`` to ``last``."""
         for sender in self._senders:
             sender.drop(first, last)
+
+    def forget_after(self, iteration: int) -> None:
+        """Drop the copies of snapshots after ``iteration`` on all ranks, because iterations are executed anew."""
+        # Peers may hold snapshots of this rank's predecessor; all of them drop these now.
+        self._has = {
+            peer: {at: schedule for at, schedule in copies.items() if at <= iteration}
+            for peer, copies in self._has.items()
+        }
+        for store in self.stores:
+            store.drop(iteration + 1, HORIZON)
 
     def drop_copies(self, first: int, last: int) -> None:
         """Free the copies of other ranks' snapshots from ``first`` to ``last``."""

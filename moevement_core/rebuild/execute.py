@@ -38,8 +38,7 @@ def execute(
         parts: objects of this rank that a recovery uses.
         prepared: prepared recovery, with the snapshots of this rank.
         lost: tokens of this stage whose updates are missing in the restored state.
-        recapture: function that captures the snapshots of re-executed iterations again, because the recovery has lost
-            updates; None if it has lost none, so that the earlier snapshots stay valid.
+        recapture: capture of the snapshots of re-executed iterations; None if their earlier snapshots stay valid.
 
     Returns:
         Summary over all ranks, and the record of the last iteration that this rank re-executed. The record is empty if

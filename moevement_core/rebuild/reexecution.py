@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, override
 
 from moevement_core import log
@@ -18,11 +19,21 @@ from moevement_core.restart.generation import working
 from moevement_core.topology.parts import RankParts
 
 
-class Recapture(Protocol):
+class CaptureAnew(Protocol):
     """Type of :meth:`moevement_core.saving.saving.Saving.recapture`."""
 
     def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Capture the snapshot of ``iteration`` again. Every rank calls it when ``state@iteration`` is live."""
+
+
+@dataclass(frozen=True)
+class Recapture:
+    """Capture of snapshots of re-executed iterations, whose earlier snapshots are not valid any more."""
+
+    after: int
+    """Newest iteration whose earlier snapshot stays valid."""
+    capture: CaptureAnew
+    """Function that captures a snapshot anew."""
 
 
 class Reexecution(ReplayObserver):
@@ -32,8 +43,8 @@ class Reexecution(ReplayObserver):
         parts: objects of this rank that a recovery uses.
         prepared: prepared recovery.
         plan: plan of this rank.
-        recapture: function that captures the snapshot of a re-executed iteration again, because the recovery has lost
-            updates. Every rank calls it for each re-executed iteration but the last. None if no updates are lost.
+        recapture: capture of the snapshots of re-executed iterations but the last, on every rank, because iterations
+            have other results than in their first execution. None if they have the same results.
     """
 
     def __init__(self, parts: RankParts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
@@ -41,7 +52,7 @@ class Reexecution(ReplayObserver):
         """Number of iterations re-executed so far."""
         self.redone = 0
         """Number of iterations whose updates were repeated so far."""
-        self._parts, self._prepared, self._plan, self._take_again = parts, prepared, plan, recapture
+        self._parts, self._prepared, self._plan, self._recapture = parts, prepared, plan, recapture
         self._gradients_stay = True
 
     def adopt(self) -> None:
@@ -117,8 +128,8 @@ class Reexecution(ReplayObserver):
         to complete an unfinished window. If the recovery has lost updates, the rank captures the snapshots of
         re-executed iterations anew, missing or not.
         """
-        if self._take_again is not None and iteration in self._plan.iterations:
-            self._lose(self._take_again, iteration, record)
+        if self._recapture is not None and iteration > self._recapture.after:
+            self._capture_anew(self._recapture.capture, iteration, record)
             return
         checkpointer, plan, binding = self._parts.checkpointer, self._plan, self._parts.binding
         if iteration in checkpointer.own.snapshots or not self._prepared.keeps_first:
@@ -131,12 +142,12 @@ class Reexecution(ReplayObserver):
             checkpointer.take(iteration, {"boundary": binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
 
-    def _lose(self, recapture: Recapture, iteration: int, record: Mapping[str, Any]) -> None:
-        """Capture the snapshot of an iteration again, because the saved one has updates that the recovery lost."""
+    def _capture_anew(self, capture: CaptureAnew, iteration: int, record: Mapping[str, Any]) -> None:
+        """Capture the snapshot of an iteration again, because the saved one is of the first execution."""
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:
             raise NotImplementedError(
                 f"{type(binding).__name__}: record() of its Trainer returns no key 'step'; add it"
             )
-        recapture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)
+        capture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)

@@ -11,6 +11,7 @@ from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.execute import execute
 from moevement_core.rebuild.live_replicas import LiveReplicas
 from moevement_core.rebuild.prepare import Prepared, Scope, prepare
+from moevement_core.rebuild.reexecution import Recapture
 from moevement_core.rebuild.survivors import SurvivorChecks, check_kept
 from moevement_core.recovery import flips
 from moevement_core.recovery.holdings import Source
@@ -197,12 +198,11 @@ class Recoverer:
         self._windows.pause(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
-        lost, self._placed_since = self._go_back(prepared), prepared.placed_since
+        lost, recapture = self._go_back(prepared)
+        self._placed_since = prepared.placed_since
         with self.replaying():
-            done, last_record = execute(
-                self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.recapture
-            )
-        if lost is not None:
+            done, last_record = execute(self._saving.parts, prepared, lost, recapture)
+        if recapture is not None:
             self._records.reexecuted(last_record)
         self._release()
         loaded = [plan for plan in prepared.plans if any(fetch.source is not Source.REPLICA for fetch in plan.fetches)]
@@ -215,18 +215,22 @@ class Recoverer:
         self._reports.event(done)
         return done
 
-    def _go_back(self, prepared: Prepared) -> LostTokens | None:
-        """Return the tokens whose updates this stage loses; None if this rank keeps its state, or loses no updates.
+    def _go_back(self, prepared: Prepared) -> tuple[LostTokens, Recapture | None]:
+        """Prepare this rank's stage for iterations whose results differ from those of their first execution.
 
-        If the rank loses updates, discard its snapshots and decisions from after the restore point.
+        This is so if the rank loses updates, or if the first results were corrupted. Snapshots and decisions from then
+        on are discarded.
+
+        Returns:
+            The tokens whose updates the stage loses, and the capture of new snapshots; None if iterations have the same
+            results, or if this rank keeps its state.
         """
         strategy = self._windows.strategy
         if prepared.own_plan is not None and self.clean_at is not None and not isinstance(strategy, LosesUpdates):
             self._windows.drop_counts()
-            self._saving.discard_after(prepared.own_plan.iterations.start - 1)
-            return LostTokens()
+            return LostTokens(), self._discard_after(self.clean_at)
         if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
-            return None
+            return LostTokens(), None
         run = prepared.own_plan.runs[self._saving.topology.stage]
         records = {at: snapshot.record() for at, snapshot in prepared.snapshots.items()}
         learned = {
@@ -234,15 +238,18 @@ class Recoverer:
         }
         if learned[run.last] is None:  # another strategy wrote these windows on disk
             if not run.is_stale:
-                return None
+                return LostTokens(), None
             raise RecoveryError(
                 f"--moevement-strategy {strategy.name}: the strategy {records[run.last].get('strategy')} wrote this "
                 "window, in which experts are from different iterations. Only the strategy that wrote the window can "
                 "count the lost tokens: give that strategy"
             )
         lost = self._windows.roll_back(run, learned)
-        self._saving.discard_after(prepared.own_plan.iterations.start - 1)
-        return lost
+        return lost, self._discard_after(prepared.own_plan.iterations.start - 1)
+
+    def _discard_after(self, iteration: int) -> Recapture:
+        self._saving.discard_after(iteration)
+        return Recapture(iteration, self._saving.recapture)
 
     def _prepare_from_disk(
         self,
