@@ -26,6 +26,7 @@ from moevement_core.saving.reports import Reports
 from moevement_core.saving.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.storage.manifest import manifests, remove_window
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Binding
@@ -241,6 +242,17 @@ class WindowsOnDisk:
         self._kept = [lease for lease in self._kept if lease not in later]
         for lease in later:
             lease.release()
+
+    def remove_after(self, iteration: int) -> None:
+        """Remove windows of this start of the job with snapshots after ``iteration``, which hold wrong results."""
+        if self._place is None or not self._place.is_first:
+            return
+        for manifest in manifests(self._place.path):
+            if manifest.job == self.job_name and manifest.last > iteration:
+                self._reports.report(
+                    f"{manifest.name} in {self._place.path} is removed, because it may hold wrong results"
+                )
+                remove_window(self._place.path, manifest.name)
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
         """Return a writer of windows to ``place``. Every rank calls it."""

@@ -228,6 +228,7 @@ class Recoverer:
         strategy = self._windows.strategy
         if prepared.own_plan is not None and self.clean_at is not None and not isinstance(strategy, LosesUpdates):
             self._windows.drop_counts()
+            self._disk.remove_after(self.clean_at)
             return LostTokens(), self._discard_after(self.clean_at)
         if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
             return LostTokens(), None
