@@ -53,6 +53,8 @@ ELSEWHERE = {
         "tests/functional/test_rollback.py::test_a_job_goes_back_to_a_window_of_choice",
     r"moevement launch .* --moevement-elastic .* --moevement-expert-slots .*":
         "tests/functional/test_elastic.py::test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would",
+    r"moevement launch --trainer torch .* --moevement-audit-interval 5 .*":
+        "tests/functional/test_audits.py::test_a_flip_of_each_part_is_found_and_its_rank_named",
     r"moevement launch --trainer torch .*":
         "tests/functional/test_plain_torch.py::test_ranks_are_killed_and_nothing_is_different",
     r"moevement verify \S+ \S+": "tests/unit/run/test_run_record.py",
