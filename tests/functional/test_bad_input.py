@@ -18,7 +18,7 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from tests.failure_free import failure_free
 from tests.launching import finished, launch, logs
-from tests.training import SCRIPT, flags, outcomes
+from tests.training import ROOT, SCRIPT, flags, outcomes
 
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_replicas": 1, "moevement_ranks_per_node": 1,
@@ -90,3 +90,12 @@ def _fill_when(disk: Path, windows: Path) -> None:
                     pass
             except OSError:
                 continue
+
+
+def test_a_script_that_refuses_its_own_flags_is_quoted(tmp_path: Path) -> None:
+    """Give a flag that the script's argparse does not know, and a run directory, so that ranks write into files."""
+    small = ROOT / "examples" / "plain_torch" / "small.py"
+    words = ["--trainer", "torch", "--nproc", "2", "--spares", "1", str(small), "--bogus", "--run-dir", str(tmp_path)]
+    code, _, err = finished(launch(*words))
+    assert code == 2
+    assert err.splitlines()[-1].endswith("--bogus")

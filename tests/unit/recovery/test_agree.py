@@ -8,6 +8,7 @@ import pytest
 
 from moevement_core.recovery.agree import (
     ONLY_SNAPSHOTS,
+    Distrust,
     NothingToResume,
     RankStatus,
     ResumePoint,
@@ -113,6 +114,17 @@ def test_an_elastic_job_of_which_each_update_was_torn_goes_back_to_snapshots() -
     torn = replace(_at(None, 1), began_at=None)
     point = decide([_new(0), torn])
     assert (point.iteration, point.reference, point.lost_ranks) == (ONLY_SNAPSHOTS, 1, {0, 1})
+
+
+def test_after_corruption_no_state_of_a_distrusted_iteration_counts() -> None:
+    """Let rank 1 learn nothing of the verdict, and have the newest iteration; rank 0 is replaced."""
+    distrusting = replace(_at(None, 0), distrust=Distrust(9, 6), goal=_at(9, 0))
+    point = decide([_new(0), _at(10, 0), distrusting, replace(distrusting, stage=1)])
+    assert (point.iteration, point.lost_ranks, point.clean_at) == (9, {0, 1, 2, 3}, 6)
+    assert (point.reference, point.reference_is_goal, point.followers) == (2, True, frozenset())
+    assert decide([_new(0), _at(10, 0)]).clean_at is None
+    with pytest.raises(NothingToResume):
+        decide([replace(distrusting, goal=None), _at(10, 0)])
 
 
 def test_nobody_follows_a_peer_of_an_earlier_start() -> None:

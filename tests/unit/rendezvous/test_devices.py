@@ -10,7 +10,7 @@ import torch
 from moevement_core.device import visible_devices
 from moevement_core.launching.slurm import task_environment
 from moevement_core.launching.worker import TrainerKind
-from moevement_core.rendezvous.devices import assign_devices, with_free_device
+from moevement_core.rendezvous.devices import assign_devices, place_of, with_free_device
 from moevement_core.rendezvous.roster import MemberInfo
 
 
@@ -35,6 +35,11 @@ def test_spares_of_another_node_take_devices_that_are_free_there() -> None:
     before = {0: 0, 1: 1}
     members = {0: on("a", 0, 0, 2), 1: on("a", 1, 1, 2), 2: on("b", 2, 0, 2), 3: on("b", 3, 0, 2)}
     assert assign_devices(members, before) == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_a_place_on_a_cpu_that_is_not_trusted_is_left_out() -> None:
+    waiting = [on("a", 4, 4, 0), on("a", 5, 5, 0), on("b", 6, 4, 0)]
+    assert [info.member for info in with_free_device(waiting, {place_of(waiting[0])})] == [5, 6]
 
 
 def test_tasks_that_see_one_device_each_have_number_0_all_of_them() -> None:
