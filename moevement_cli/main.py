@@ -30,6 +30,7 @@ GROUPS = {
         "coordinate": "coordinate a job on several hosts, and assign its ranks",
         "data": "make token files from text",
         "drain": "move ranks of a running job off a node or a process",
+        "export": "turn a window on disk into a dense checkpoint",
     },
     "look": {
         "top": "show what a run does now, in the terminal",

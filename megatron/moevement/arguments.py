@@ -31,6 +31,7 @@ from moevement_core.util.file_modes import use_file_mode
 from moevement_core.util.flags import add_flags
 
 Parser = argparse.ArgumentParser
+EXPORT = "--moevement-export"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class RunConfig:
     def from_args(args: argparse.Namespace) -> RunConfig:
         """Return a run's configuration from parsed flags, and apply ``--moevement-file-mode`` to this process."""
         use_file_mode(args.moevement_file_mode)  # The file mode also applies without sparse checkpointing.
+        if args.moevement_export and not (args.moevement_sparse_ckpt and args.moevement_load and args.save):
+            raise ConfigError(
+                f"{EXPORT}: needs --moevement-sparse-ckpt, --moevement-load DIR with windows, and --save DIR for the "
+                "dense checkpoint; give all three"
+            )
         return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
 
 
@@ -84,6 +90,12 @@ def add_arguments(parser: Parser) -> Parser:
         help="compute small sums over ranks (the gradient norm, gradients of norms and routers, losses) in rank order. "
         "A replacement on another node then does not change the last bits of these sums on GPUs. In exchange, each "
         "rank receives the values of all N ranks instead of one sum (docs/guarantees.md)",
+    )
+    group.add_argument(
+        EXPORT,
+        action="store_true",
+        help="save the state that --moevement-load restores as a dense checkpoint in --save, and end without training "
+        "(moevement export)",
     )
     add_session_flags(group, has_switch=True)
     add_flags(group, SlotsConfig)

@@ -239,6 +239,7 @@ def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Ma
     if other := manifest.other_settings(settings):
         differences = "; ".join(other[:4])
         raise ConfigError(
-            f"--moevement-load {place.path}: {manifest.name} is of a job with other settings ({differences}); a replay "
-            "would not repeat the lost iterations. Load the window with the same flags, or a dense checkpoint (--load)"
+            f"--moevement-load {place.path}: {manifest.name} is of a job with other settings ({differences}); a "
+            "replay would not repeat the lost iterations. Load the window with the same flags, or turn it into a dense "
+            "checkpoint (moevement export), which loads under another layout (--load)"
         )

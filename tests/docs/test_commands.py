@@ -48,6 +48,8 @@ ELSEWHERE = {
         "tests/functional/test_persisted_windows.py::"
         "test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start",
     r"moevement drain runs/mine.*": "tests/functional/test_drain.py::test_a_node_is_drained_and_comes_back",
+    r"moevement export \S+ --to \S+ --iteration \d+ .*":
+        "tests/functional/test_export.py::test_a_window_becomes_a_dense_checkpoint_that_another_layout_loads",
     r"moevement windows \S+": "tests/functional/test_rollback.py::test_a_job_goes_back_to_a_window_of_choice",
     r"moevement launch .* --moevement-load \S+ --moevement-load-iteration \d+":
         "tests/functional/test_rollback.py::test_a_job_goes_back_to_a_window_of_choice",

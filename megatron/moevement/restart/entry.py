@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.moevement.arguments import RunConfig
+from megatron.moevement.arguments import EXPORT, RunConfig
 from megatron.moevement.elastic.rebuild import MegatronRebuilder
 from megatron.moevement.elastic.replicas import equalize_replicas
 from megatron.moevement.elastic.setup import begin_placement, record_placement
@@ -29,11 +28,13 @@ from megatron.moevement.restart.groups import Groups
 from megatron.moevement.restart.solo_build import building_without_others, sharing_parameter_keys
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.exits import checkpoint_and_decide_exit, export, leave
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
 from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
 from moevement_core.comms.exchange import from_rank_zero
+from moevement_core.errors import ConfigError
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.generation import generation, waiting_for_others
@@ -121,6 +122,11 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
         if config is not None:
             loaded = load_window(
                 binding, config, names, is_resumed=began.is_resumed, asked_step=args.ckpt_step if args.load else None
+            )
+        if args.moevement_export and loaded is None:
+            raise ConfigError(
+                f"{EXPORT}: no window in {args.moevement_load}, or the checkpoint of --load is newer; give a folder "
+                "with windows, and leave --load out"
             )
         recorder.begin(live, args, run.run_dir, lock)
         record_placement(live.record, live.iteration)
@@ -234,6 +240,8 @@ def enter_loop(process: Process) -> Wrapper:
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.training import get_args
+
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -251,6 +259,8 @@ def enter_loop(process: Process) -> Wrapper:
             elif job.session is not None:
                 job.session.begin_training()
             job.has_begun = True
+            if get_args().moevement_export:
+                export(job.live, bound.arguments)
             if (now := generation()) is not None:
                 job.resumed_in = now.roster.generation
                 validate_first_iteration()
@@ -276,7 +286,7 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
     Raises:
         SystemExit: the job was due to exit after the iteration.
     """
-    from megatron.training import get_args, get_timers, training
+    from megatron.training import get_args, training
 
     args, inputs = get_args(), train.arguments
     start = args.start_eval_at_iter
@@ -291,36 +301,12 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
     every = args.save_interval
     is_due = bool(args.save and every)
     is_overdue = is_due and from_rank_zero(lambda: _is_overdue(Path(args.save), iteration, every), bool)
-    interval = get_timers()("interval-time", log_level=0)
-    interval.start(barrier=True)  # A save pauses this timer, and Megatron's loop has not started it yet.
     with job.live.undo.nested() as undo:
         if is_due and not is_overdue:  # saved before the failure
             undo.set(args, "save_interval", None)
-        is_to_exit = training.checkpoint_and_decide_exit(
-            inputs["model"], inputs["optimizer"], inputs["opt_param_scheduler"], iteration,
-            args.num_floating_point_operations_so_far, inputs["checkpointing_context"], inputs["train_data_iterator"],
-        )  # fmt: skip
-    interval.stop()
+        is_to_exit = checkpoint_and_decide_exit(inputs, iteration)
     if is_to_exit:
-        _leave()
-
-
-def _leave() -> None:
-    """End this rank as Megatron's loop does when an exit is due. Collective.
-
-    The steps are those at the end of Megatron's ``train``, which has no function for them. All ranks exit after the
-    same iteration.
-
-    Raises:
-        SystemExit: with code 0.
-    """
-    from megatron.training import get_tensorboard_writer, training
-
-    if (writer := get_tensorboard_writer()) is not None:
-        writer.flush()
-    training.maybe_finalize_async_save(blocking=True, terminate=True)
-    dist.barrier()
-    sys.exit(0)
+        leave()
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:

@@ -52,6 +52,10 @@ TRIED = (
         },
     ),
     Command(
+        "export", "export {given} --to {folder} {folder} {script}", "moevement_cli.export.manifests",
+        {"--iteration": NOT_NEGATIVE},
+    ),
+    Command(
         "coordinate", "coordinate --ranks 1 {given} --nodes a -- true", "moevement_core.launching.coordinate.Signals",
         {
             "--ranks": AT_LEAST_ONE, "--port": Range(0, 65535), "--spare-timeout": OR_NEVER,

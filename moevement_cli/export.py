@@ -1,0 +1,94 @@
+"""Command ``moevement export``, which turns a window on disk into a dense checkpoint of Megatron."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+from moevement_core.launching import config_file
+from moevement_core.storage.manifest import Manifest, manifests
+from moevement_core.util.numbers import NOT_NEGATIVE
+
+DROPPED = frozenset({
+    "--run-dir", "--moevement-persist-dir", "--moevement-load", "--moevement-load-iteration", "--save",
+    "--save-interval", "--exit-interval", "--moevement-keep-windows", "--moevement-keep-windows-every",
+    "--moevement-metrics-port", "--moevement-elastic", "--tensorboard-dir",
+})  # fmt: skip
+"""Flags of the job that an export leaves out: it writes to no folder of the job, and trains nothing."""
+SWITCH, EXPORT, RESHARDABLE = "--moevement-sparse-ckpt", "--moevement-export", "--dist-ckpt-optim-fully-reshardable"
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Add the description and arguments of ``moevement export``."""
+    parser.description = (
+        "Turn a window in DIR into a dense checkpoint, which Megatron loads with --load under any layout. SCRIPT and "
+        "its arguments are those of the job that wrote the window. The command starts as many ranks as that job had, "
+        "on this host, restores the window, saves, and ends. On several hosts, add --moevement-load DIR, "
+        "--save OUT and --moevement-export to the job itself."
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder of --moevement-persist-dir")
+    parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="folder for the dense checkpoint")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration that the window restores (default: the newest)"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="training script of the job")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of SCRIPT")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the ranks that export, and return their exit code.
+
+    Raises:
+        ConfigError: there is no such window, or the window does not say how many ranks wrote it.
+    """
+    from moevement_cli.main import main
+
+    NOT_NEGATIVE.check("--iteration", arguments.iteration)
+    window = _window(arguments.folder, arguments.iteration)
+    ranks = window.settings.get("world_size")
+    if not isinstance(ranks, int):
+        raise ConfigError(
+            f"{arguments.folder}: {window.name} does not say how many ranks wrote it; export windows of Megatron's "
+            "trainer, and save the state of your own trainer by its own means"
+        )
+    words = list(without(config_file.expand(arguments.arguments), DROPPED))
+    words += [
+        *(() if SWITCH in words else (SWITCH,)), "--moevement-load", str(arguments.folder),
+        "--moevement-load-iteration", str(window.reaches), "--save", str(arguments.to),
+        "--save-interval", "1000000000", EXPORT,
+    ]  # fmt: skip
+    if window.settings.get("use_distributed_optimizer") and RESHARDABLE not in words:
+        words.append(RESHARDABLE)  # Otherwise only jobs with the same model-parallel sizes could load the optimizer.
+    print(f"moevement: exporting iteration {window.reaches} with {ranks} ranks", flush=True)
+    return main(["launch", "--nproc", str(ranks), arguments.script, *words])
+
+
+def _window(folder: Path, iteration: int | None) -> Manifest:
+    """Return the window that restores ``iteration``; None for the newest one.
+
+    Raises:
+        ConfigError: there is no such window.
+    """
+    windows = manifests(folder) if folder.is_dir() else []
+    if not windows:
+        raise ConfigError(f"{folder}: no window; give a folder of --moevement-persist-dir")
+    if iteration is None:
+        return max(windows, key=lambda window: window.reaches)
+    for window in windows:
+        if window.reaches == iteration:
+            return window
+    known = ", ".join(str(each) for each in sorted({window.reaches for window in windows}))
+    raise ConfigError(f"--iteration {iteration}: no window in {folder} restores it; the windows restore {known}")
+
+
+def without(words: Iterable[str], flags: frozenset[str]) -> Iterable[str]:
+    """Yield the words of a command line without some flags and their values."""
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in flags
+        if not is_dropped:
+            yield word
