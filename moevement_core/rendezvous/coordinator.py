@@ -144,7 +144,7 @@ class Coordinator:
         self._judged = -1
         """Newest generation for which the coordinator has acted on reports that ranks computed NaN or infinity."""
         self._suspect_nodes: set[str] = set()
-        """Nodes of processes that computed NaN or infinity; spares on these nodes take over ranks last."""
+        """Nodes of processes that computed NaN or wrong results; spares on these nodes take over ranks last."""
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
@@ -428,7 +428,7 @@ class Coordinator:
     def waiting(self) -> list[int]:
         """Return the members without a rank that could take one, in the order in which they joined.
 
-        Members come last if their node may be lost, or if a process on their node has computed NaN or infinity. The
+        Members come last if their node may be lost, or if a process on their node has computed wrong results. The
         list omits members on drained nodes, unless the job is to end at the next boundary. Once the job was formed, it
         also omits members for which no free device is left.
         """
@@ -494,6 +494,8 @@ class Coordinator:
             The description of the member's end, for log lines.
         """
         how = f"gave its rank back because its device cannot be used ({unusable.reason})"
+        if unusable.has_computed_wrong:
+            self._suspect_nodes.add(node)
         if unusable.is_broken and unusable.device:
             self._broken.add(unusable.device)
             self._respawns.are_lost(node)

@@ -137,6 +137,8 @@ class UnusableDevice:
     """Identity of the device; empty if the member has none."""
     is_broken: bool = False
     """True if the device is broken, so that other processes cannot use it either."""
+    has_computed_wrong: bool = False
+    """True if the device works, but an audit has found wrong results of it."""
 
     def encode(self) -> str:
         """Return this object as text."""

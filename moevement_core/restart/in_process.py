@@ -281,15 +281,18 @@ class _Restarts:
         A bit may flip once in a sound device, for example by radiation.
         """
         is_again = not is_first_to_claim(DISTRUSTED.format(self._device))
-        self._give_back(DeviceFault(reason + (", for the second time" if is_again else ""), is_again), guard)
+        fault = DeviceFault(reason + (", for the second time" if is_again else ""), is_again)
+        self._give_back(fault, guard, has_computed_wrong=True)
 
-    def _give_back(self, fault: DeviceFault, guard: Guard | None = None) -> NoReturn:
+    def _give_back(
+        self, fault: DeviceFault, guard: Guard | None = None, *, has_computed_wrong: bool = False
+    ) -> NoReturn:  # fmt: skip
         """Report a fault of the device, interrupt the other ranks, and end this process.
 
         The process ends without destructors. They would use the device, or abort communicators with peers that do not
         yet know of the failure.
         """
-        notice = UnusableDevice(fault.reason, self._device, fault.is_broken)
+        notice = UnusableDevice(fault.reason, self._device, fault.is_broken, has_computed_wrong)
         print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
         _end_after(REPORT_S, BROKEN_DEVICE)
         with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop the report.
