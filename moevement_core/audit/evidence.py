@@ -35,6 +35,8 @@ class AuditedModel:
 class Computed(IntEnum):
     """Result that evidence covers, in the order in which a rank computes them."""
 
+    AT_REST = -1
+    """Weights and optimizer state of an operator, between two updates."""
     OUTPUT = 0
     """Output of a module in the forward pass."""
     SENT = 1
@@ -53,8 +55,9 @@ class Computed(IntEnum):
 
 
 _TEXTS = {
-    Computed.OUTPUT: "output", Computed.SENT: "tensors for other stages", Computed.GRADIENT: "gradient",
-    Computed.STATE: "state after the update", Computed.WEIGHTS: "compute weights after the update",
+    Computed.AT_REST: "memory with the state", Computed.OUTPUT: "output", Computed.SENT: "tensors for other stages",
+    Computed.GRADIENT: "gradient", Computed.STATE: "state after the update",
+    Computed.WEIGHTS: "compute weights after the update",
 }  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from typing import Any, NoReturn, override
 
 import numpy as np
 
+from moevement_core.audit.at_rest import StateAtRest
 from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
 from moevement_core.audit.corruption import Corrupter
-from moevement_core.audit.evidence import AuditEvidence, Difference, first_difference
+from moevement_core.audit.evidence import AuditEvidence, Computed, Difference, first_difference
 from moevement_core.audit.observe import IterationObserver
 from moevement_core.audit.replicas import compact
 from moevement_core.audit.verdict import AuditVerdict, Finding, judge, judge_replicas
@@ -96,6 +97,9 @@ class Auditor:
         model = self._binding.audited() if config.interval is not None or corruptions else None
         self._observer = IterationObserver(model)
         self._corrupter = Corrupter(corruptions, saving.topology.rank, saving.parts.states, model)
+        self._at_rest = StateAtRest(saving.parts.states) if config.memory else None
+        self._before: Mark | None = None
+        """State before the iteration in which :attr:`_at_rest` watches this rank's state; None without one."""
         self._begun: _Begun | None = None
         self._clean_at: int | None = None
         """Newest iteration whose audit has found this rank's stage clean."""
@@ -114,6 +118,9 @@ class Auditor:
         """Drop an audit that a failure has interrupted."""
         self._observer.end()
         self._begun = None
+        if self._at_rest is not None:
+            self._at_rest.end()
+        self._before = None
 
     def resumed(self) -> None:
         """Trust all iterations again, because the job has gone back to a state that is trusted."""
@@ -130,14 +137,17 @@ class Auditor:
             CorruptionFound: a result was wrong, and the job has no launcher that could replace the rank.
             Exception: a result was wrong; the exception leads to the next generation.
         """
-        if self._config.interval is None:
+        if not self._config.is_on:
             return
         began = time.perf_counter()
         with waiting_for_others(), waits.waiting():
+            before, self._before = self._before, None
             begun, self._begun = self._begun, None
+            if self._at_rest is not None and before is not None and before.iteration == committed - 1:
+                self._compare_memory(committed, before, self._at_rest)
             if begun is not None and begun.iteration == committed:
                 self._end_audit(begun)
-            if self._has_window_ended(committed):
+            if self._config.interval is not None and self._has_window_ended(committed):
                 self._compare_replicas(committed)
         self._seconds += time.perf_counter() - began
 
@@ -149,6 +159,11 @@ class Auditor:
         if stage is not None and iteration not in self._binding.iterations_left_out():
             with waiting_for_others(), waits.waiting():
                 self._begin_audit(iteration, self._segment(stage))
+            self._seconds += time.perf_counter() - began
+            began = time.perf_counter()
+        if self._at_rest is not None:
+            self._before = self._commit.mark
+            self._at_rest.begin()
             self._seconds += time.perf_counter() - began
         self._corrupter.begin(iteration)
         if self._begun is not None and self._begun.snapshot is not None:
@@ -249,6 +264,17 @@ class Auditor:
         evidence.state = self._saving.checkpointer.capturer.whole_now()
         evidence.weights = repr(self._binding.replicas())
         return evidence
+
+    # Memory
+
+    def _compare_memory(self, committed: int, before: Mark, at_rest: StateAtRest) -> None:
+        """Find out whether the state of a rank changed in ``committed`` before the update. Collective."""
+        operators = at_rest.end()
+        difference = Difference(Computed.AT_REST, (0, 0), operators) if operators else None
+        verdict = self._decide(Finding(self._saving.topology.stage, None, difference), is_of_replicas=False)
+        if verdict.suspects:
+            # The snapshot of the iteration before was copied while the state changed.
+            self._go_back(verdict, committed, before, Distrust(committed - 1, committed - 2))
 
     # Replicas
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
+from moevement_core.audit.config import AUDIT_INTERVAL, AUDIT_MEMORY, AuditConfig
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
@@ -82,10 +82,10 @@ class SessionConfig:
                 f"{EVICT_SLOW} with {ELASTIC}: without a spare, the job would shrink; leave {EVICT_SLOW} out"
             )
         audit = from_args(AuditConfig, args)
-        if elastic.is_elastic and audit.interval is not None:
+        if elastic.is_elastic and audit.is_on:
             raise ConfigError(
-                f"{AUDIT_INTERVAL} with {ELASTIC}: a job that changes its ranks cannot go back to an older state yet; "
-                "leave one of these flags out"
+                f"{AUDIT_INTERVAL} or {AUDIT_MEMORY} with {ELASTIC}: a job that changes its ranks cannot go back to an "
+                "older state yet; leave one of these flags out"
             )
         copies = _copies(from_args(CopiesConfig, args), strategy, disk)
         _refuse_to_drop(budget, copies, disk)

@@ -66,6 +66,15 @@ def test_replicas_find_a_wrong_moment_of_any_iteration(tmp_path: Path) -> None:
     assert are_equal(tmp_path / "free", tmp_path / "run")
 
 
+def test_memory_that_changes_between_two_updates_is_found_in_any_iteration(tmp_path: Path) -> None:
+    flips = planted("part=moment,rank=1,iteration=23,seed=4", "part=weight,rank=0,iteration=37,seed=5")
+    record = run(tmp_path / "run", *torch_words("--moevement-audit-memory", *flips), spares=2)
+    assert [(event["iteration"], event["ranks"]) for event in corruptions(record)] == [(23, [1]), (37, [0])]
+    assert all(event["operators"] for event in corruptions(record))
+    run(tmp_path / "free", *torch_words(), spares=0)
+    assert are_equal(tmp_path / "free", tmp_path / "run")
+
+
 @pytest.mark.parametrize("recovery", ["replay", "redo"])
 def test_a_device_that_stays_wrong_is_found_and_the_job_goes_back_to_an_audited_window(
     recovery: str, tmp_path: Path
@@ -132,7 +141,9 @@ def test_layouts(layout: dict[str, Any], tmp_path: Path) -> None:
 def audited_by(rank: int, first: int) -> int:
     """Return the first iteration from ``first`` on that the stage of ``rank`` audits, if stages take turns by twos."""
     return next(
-        iteration for iteration in range(first, first + 4) if AuditConfig(2).stage_of(iteration, 2) == rank // 2
+        iteration
+        for iteration in range(first, first + 4)
+        if AuditConfig(2, memory=False).stage_of(iteration, 2) == rank // 2
     )
 
 

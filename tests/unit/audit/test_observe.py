@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from moevement_core.audit.at_rest import StateAtRest
 from moevement_core.audit.config import AuditConfig
 from moevement_core.audit.corruption import Corrupter
 from moevement_core.audit.evidence import AuditedModel, AuditEvidence, Computed, first_difference
@@ -86,6 +87,25 @@ def test_a_flip_in_a_moment_changes_the_state_alone() -> None:
     assert sum(int((moment != 1).sum()) for moment in model.moments) == 1
 
 
+def test_state_that_changes_before_the_gradients_are_complete_is_found() -> None:
+    """Watch an iteration without a change, one with a flip, one with an update after the gradients, and one without
+    gradients.
+    """
+    model = Model([Corruption(CorruptedPart.WEIGHT, 0, 2)])
+    at_rest = StateAtRest(model.states)
+    at_rest.begin()
+    model.iteration(1)
+    model.moments[0].add_(1.0)
+    assert at_rest.end() == ()
+    at_rest.begin()
+    model.iteration(2)
+    assert len(at_rest.end()) == 1
+    at_rest.begin()
+    assert at_rest.end() == ()
+    before_reductions()
+    assert at_rest.end() == ()
+
+
 def test_a_lasting_fault_flips_other_bits_in_each_execution() -> None:
     model = Model([Corruption(CorruptedPart.GRADIENT, 0, 3, is_lasting=True)])
     seen = []
@@ -96,6 +116,6 @@ def test_a_lasting_fault_flips_other_bits_in_each_execution() -> None:
 
 
 def test_stages_are_audited_in_turn() -> None:
-    config = AuditConfig(10)
+    config = AuditConfig(10, memory=False)
     assert [config.stage_of(iteration, 3) for iteration in (0, 10, 15, 20, 30, 40)] == [2, 0, None, 1, 2, 0]
-    assert AuditConfig(None).stage_of(10, 3) is None
+    assert AuditConfig(None, memory=False).stage_of(10, 3) is None
