@@ -14,7 +14,9 @@ from moevement_core.util.numbers import NOT_NEGATIVE
 DROPPED = frozenset({
     "--run-dir", "--moevement-persist-dir", "--moevement-load", "--moevement-load-iteration", "--save",
     "--save-interval", "--exit-interval", "--moevement-keep-windows", "--moevement-keep-windows-every",
-    "--moevement-metrics-port", "--moevement-elastic", "--tensorboard-dir",
+    "--moevement-metrics-port", "--moevement-elastic", "--tensorboard-dir", "--load", "--ckpt-step",
+    "--moevement-audit-interval", "--moevement-audit-memory", "--moevement-inject", "--moevement-inject-flip",
+    "--moevement-inject-corruption", "--moevement-inject-mtbf", "--moevement-inject-trace", "--moevement-wipe-at",
 })  # fmt: skip
 """Flags of the job that an export leaves out: it writes to no folder of the job, and trains nothing."""
 SWITCH, EXPORT, RESHARDABLE = "--moevement-sparse-ckpt", "--moevement-export", "--dist-ckpt-optim-fully-reshardable"

@@ -119,8 +119,8 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         raise NothingToResume("no rank that trained is left")
     statuses = _of_one_history(statuses)
     distrust = min((each.distrust for each in statuses if each.distrust), key=lambda each: each.trusted, default=None)
-    if distrust is not None:  # A rank that had not learned of the verdict may still have marked a later iteration.
-        statuses = [_trusted(status, distrust.trusted) for status in statuses]
+    if distrust is not None:
+        statuses = [_without_state(status, distrust.trusted) for status in statuses]
     survivors = [status for status in statuses if status.was_training]
     records = [(rank, status, False) for rank, status in enumerate(statuses) if status.was_training]
     # A rank whose recovery was interrupted lacks the state of the target iteration. But it keeps the status of a rank
@@ -162,11 +162,14 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     )
 
 
-def _trusted(status: RankStatus, newest: int) -> RankStatus:
-    """Return ``status`` without state of iterations after ``newest``."""
-    if status.committed is None or status.committed <= newest:
-        return status
-    return replace(status, committed=None, may_follow=False)
+def _without_state(status: RankStatus, trusted: int) -> RankStatus:
+    """Return the status of a rank that goes back with all others to iteration ``trusted``.
+
+    A rank that had not learned of the verdict has the state of a later iteration. One that had already recovered before
+    a second failure has the state of ``trusted``, but its stage may have lost it again.
+    """
+    goal = status if status.committed == trusted else status.goal
+    return replace(status, committed=None, may_follow=False, goal=goal)
 
 
 def _has_state(status: RankStatus, newest: int) -> bool:

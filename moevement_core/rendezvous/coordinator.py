@@ -493,7 +493,8 @@ class Coordinator:
         Returns:
             The description of the member's end, for log lines.
         """
-        how = f"gave its rank back because its device cannot be used ({unusable.reason})"
+        what = "has computed wrong results" if unusable.has_computed_wrong else "cannot be used"
+        how = f"gave its rank back because its device {what} ({unusable.reason})"
         if unusable.has_computed_wrong:
             self._suspect_nodes.add(node)
         if unusable.is_broken and unusable.device:

@@ -64,10 +64,11 @@ class Generation:
     """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
     """Function for the main thread that asks the coordinator if any rank was interrupted in this generation."""
-    give_back: Callable[[str], None] = lambda reason: None
+    give_back: Callable[[str, bool], None] = lambda reason, is_certain: None
     """Function that gives the rank back because its device has computed something wrong, and ends this process.
 
-    A device that is given back for the second time in a job is not used again.
+    Its second argument is True if it is certain that it was this device. A device that is given back with certainty for
+    the second time in a job is not used again.
     """
     report_departure: Callable[[Departure], None] = lambda departure: None
     """Function that tells the coordinator what this rank does at the boundary at which it was asked to leave."""

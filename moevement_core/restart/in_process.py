@@ -275,12 +275,12 @@ class _Restarts:
         """Identity of this process's device, or name of its place on a CPU."""
         return self._health.identity if self._health is not None else place_of(self._info)
 
-    def _give_back_distrusted(self, reason: str, guard: Guard) -> NoReturn:
+    def _give_back_distrusted(self, reason: str, guard: Guard, *, is_certain: bool) -> NoReturn:
         """Give the rank back because an audit has found wrong results; the second time, the device is not used again.
 
         A bit may flip once in a sound device, for example by radiation.
         """
-        is_again = not is_first_to_claim(DISTRUSTED.format(self._device))
+        is_again = is_certain and not is_first_to_claim(DISTRUSTED.format(self._device))
         fault = DeviceFault(reason + (", for the second time" if is_again else ""), is_again)
         self._give_back(fault, guard, has_computed_wrong=True)
 
@@ -383,7 +383,7 @@ class _Restarts:
         now.guard = guard
         now.is_interrupted = lambda: is_interrupted(self._values, now.roster.generation)
         now.report_departure = self._member.report_departure
-        now.give_back = lambda reason: self._give_back_distrusted(reason, guard)
+        now.give_back = lambda reason, is_certain: self._give_back_distrusted(reason, guard, is_certain=is_certain)
         try:
             ended = guard.run(body)
             if ended is GenerationEnd.INTERRUPTED and guard.hang is not None:

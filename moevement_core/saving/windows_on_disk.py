@@ -159,14 +159,18 @@ class WindowsOnDisk:
             self._reports.warn(text, WindowsNotOnDisk(text, failed))
         self._failed = failed
 
-    def windows_reaching(self, until: int) -> JobWindows:
-        """Return the windows of this start of the job that reach beyond the newest dense checkpoint, up to ``until``.
+    def windows_reaching(self, until: int, *, beyond_dense: bool = True) -> JobWindows:
+        """Return the windows of this start of the job that reach at most ``until``.
 
         A recovery calls it if snapshots in memory are not enough. No other method reads windows.
+
+        Args:
+            until: newest iteration that a window may restore.
+            beyond_dense: True for windows only that reach beyond the newest dense checkpoint.
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
-        newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
+        newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None) if beyond_dense else None
         windows = [
             manifest
             for manifest in windows_of_all(self._place)

@@ -36,6 +36,8 @@ def take_up(
         Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. Every rank raises it.
         RecoveryError: objects of this rank cannot use the new process groups.
     """
+    if session is not None:
+        session.auditor.leave_if_wrong()
     place = binding.place()
     meeting = meet(report_of(session, before.reached if before is not None else None, place), binding.build_data)
     joining = agree_on_policy(session, meeting, place.stage)

@@ -27,6 +27,7 @@ from moevement_core.audit.verdict import AuditVerdict, Finding, judge, judge_rep
 from moevement_core.comms.codec import decode, encode
 from moevement_core.errors import CorruptionFound
 from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.schedule import decided_at
 from moevement_core.rebuild.feeders import start_feeders
 from moevement_core.rebuild.live_replicas import snapshot_of_live
 from moevement_core.rebuild.prepare import Prepared
@@ -44,6 +45,7 @@ from moevement_core.saving.step_records import StepRecords
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.speed.waits import waits
+from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.commit import Commit, Mark
 from moevement_core.util.words import counted
@@ -92,6 +94,17 @@ class Auditor:
 
         The mark is None if the job has to start over.
         """
+        self.unfinished: Mark | None = None
+        """Mark of the state that this rank had before it loaded an older one to execute an iteration again.
+
+        None outside of such an execution. The commit point has no mark meanwhile.
+        """
+        self._wrong = ""
+        """Description of this rank's wrong results, until it has given its rank back; empty without any."""
+        self._is_certain = False
+        """True if no other rank may have computed these wrong results."""
+        self._first = AuditEvidence()
+        """Evidence of the first execution of an audited iteration, without the state after the update."""
         self._config, self._saving, self._records, self._commit = config, saving, records, commit
         self._binding, self._recoverer = saving.parts.binding, recoverer
         model = self._binding.audited() if config.interval is not None or corruptions else None
@@ -122,9 +135,27 @@ class Auditor:
             self._at_rest.end()
         self._before = None
 
-    def resumed(self) -> None:
-        """Trust all iterations again, because the job has gone back to a state that is trusted."""
-        self.distrust, self._alike = None, None
+    def leave_if_wrong(self) -> None:
+        """Give the rank back if a failure has prevented that after the verdict on this rank's results."""
+        if self._wrong and (now := generation()) is not None:
+            now.give_back(self._wrong, self._is_certain)
+
+    def resumed(self, committed: int) -> None:
+        """Trust all iterations again, because the job has gone back to ``committed``, a state that is trusted."""
+        self.distrust, self.unfinished = None, None
+        self._alike = self._commit.mark  # the recovery has just compared replicas
+        if self._clean_at is not None:
+            self._clean_at = min(self._clean_at, committed)
+
+    def executed(self) -> None:
+        """End the observation of an iteration, after its update; an evaluation may follow that does not count."""
+        if self._begun is not None and self._begun.snapshot is not None:
+            self._first = self._observer.end()
+
+    def restart_iteration(self) -> None:
+        """Observe the present iteration from its beginning, because the trainer computes it anew."""
+        if self._begun is not None and self._begun.snapshot is not None:
+            self._observer.begin()
 
     # Before an iteration
 
@@ -147,6 +178,8 @@ class Auditor:
                 self._compare_memory(committed, before, self._at_rest)
             if begun is not None and begun.iteration == committed:
                 self._end_audit(begun)
+            elif begun is not None:
+                self._observer.end()
             if self._config.interval is not None and self._has_window_ended(committed):
                 self._compare_replicas(committed)
         self._seconds += time.perf_counter() - began
@@ -219,7 +252,7 @@ class Auditor:
 
     def _execute_again(self, begun: _Begun, snapshot: Snapshot) -> Difference | None:
         saving, binding, parts = self._saving, self._binding, self._saving.parts
-        first = self._completed(self._observer.end(), begun.iteration)
+        first = self._completed(self._first, begun.iteration)
         saving.checkpointer.wait()
         saving.checkpointer.capturer.settle()
         saving.checkpointer.wait_for_gradient_copies(begun.iteration)
@@ -231,6 +264,8 @@ class Auditor:
         feeding = Feeding(topology.neighbours, begun.segment, topology.channels.feeds) if is_alone else None
         tied = topology.pipeline.tied
         shared_from = begun.iteration if tied and tied <= begun.segment else None
+        # A failure from here on leaves a state of no iteration.
+        self.unfinished, self._commit.mark = self._commit.mark, None
         with (
             self._recoverer.replaying(),
             self._observer.observing() as observed,
@@ -244,6 +279,7 @@ class Auditor:
                 outcomes={begun.iteration: record} if record else {},
             )  # fmt: skip
         binding.put_boundary(before)
+        self._commit.mark, self.unfinished = self.unfinished, None
         second = self._completed(observed[0], begun.iteration)
         return first_difference(first, second, list(parts.states))
 
@@ -279,13 +315,17 @@ class Auditor:
     # Replicas
 
     def _has_window_ended(self, committed: int) -> bool:
-        """Return True if the newest snapshot is the last one of its window."""
-        history = self._saving.checkpointer.history
-        last = committed - 1
-        if last < self._saving.began_at or not history.takes(last):
+        """Return True if the newest snapshot is the last one of its window; the result is the same on all ranks.
+
+        A strategy that loses updates has no windows in this sense. Its ranks compare when they decide on snapshots.
+        """
+        history, last = self._saving.checkpointer.history, committed - 1
+        if last < self._saving.began_at:
             return False
+        if isinstance(self._saving.windows.strategy, LosesUpdates):
+            return decided_at(history.at(committed), committed) == committed
         schedule = history.at(last)
-        return schedule.last_of_run(schedule.window_start(last)) == last
+        return schedule.slot(last) + 1 == schedule.snapshots
 
     def _compare_replicas(self, committed: int) -> None:
         topology = self._saving.topology
@@ -312,6 +352,8 @@ class Auditor:
         topology, now = self._saving.topology, generation()
         text = _text(verdict, found_at, topology)
         self.distrust = distrust, mark
+        is_wrong = topology.rank in [suspect.rank for suspect in verdict.suspects]
+        self._wrong, self._is_certain = text if is_wrong else "", len(verdict.suspects) == 1
         event = Corrupted(
             text, iteration=found_at, ranks=tuple(suspect.rank for suspect in verdict.suspects),
             nodes=tuple(topology.nodes[suspect.rank] for suspect in verdict.suspects),
@@ -322,9 +364,9 @@ class Auditor:
         if now is None:
             raise CorruptionFound(f"{text}. Its weights must not be used: start again from an older state")
         topology.channels.job_group.barrier()  # from here on, every rank knows that its state is not trusted
-        if topology.rank in event.ranks:
+        if is_wrong:
             with atomic():
-                now.give_back(text)
+                now.give_back(text, self._is_certain)
         deadline = time.monotonic() + MOST_WAIT_S
         while time.monotonic() < deadline:  # the interruption by the guard is raised in this loop
             time.sleep(0.02)

@@ -103,6 +103,8 @@ class Recoverer:
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
         stores = parts.checkpointer.replicator.stores
         handed_over = {store.source: store.handed_over for store in stores if store.handed_over is not None}
+        if self.clean_at is not None:
+            mark, handed_over = None, {}
         live_replicas = LiveReplicas(parts.binding, topology, mark, handed_over)
         sources[Source.REPLICA] = live_replicas
         if self.clean_at is not None:
@@ -226,10 +228,11 @@ class Recoverer:
             results, or if this rank keeps its state.
         """
         strategy = self._windows.strategy
-        if prepared.own_plan is not None and self.clean_at is not None and not isinstance(strategy, LosesUpdates):
-            self._windows.drop_counts()
+        if prepared.own_plan is not None and self.clean_at is not None:
             self._disk.remove_after(self.clean_at)
-            return LostTokens(), self._discard_after(self.clean_at)
+            if not isinstance(strategy, LosesUpdates):
+                self._windows.drop_counts()
+                return LostTokens(), self._discard_after(self.clean_at)
         if prepared.own_plan is None or not isinstance(strategy, LosesUpdates):
             return LostTokens(), None
         run = prepared.own_plan.runs[self._saving.topology.stage]
@@ -276,7 +279,10 @@ class Recoverer:
         Raises:
             RecoveryError: neither memory nor the disk has the snapshots that the recovery needs.
         """
-        on_disk = self._disk.windows_reaching(until if self.clean_at is None else min(until, self.clean_at))
+        if self.clean_at is None:
+            on_disk = self._disk.windows_reaching(until)
+        else:  # Dense checkpoints of later iterations may hold wrong results.
+            on_disk = self._disk.windows_reaching(min(until, self.clean_at), beyond_dense=False)
         if not on_disk.windows:
             raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
         report = replace(report, outcomes=())

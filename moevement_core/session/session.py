@@ -131,13 +131,13 @@ class Session:
         if saving.has_persisted:
             self.snapshots_before = ()
         injection.at(Phase.START)
+        if observer.observer.is_capturing:
+            self.auditor.check(committed)
         leave_if_asked(saving, committed, self._lease_s, may_hand_over=self._may_hand_over)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if isinstance(saving.windows.strategy, LosesUpdates):
                 saving.windows.forget(committed)
-        if observer.observer.is_capturing:
-            self.auditor.check(committed)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.begin(committed + 1)
         began = time.perf_counter()
@@ -200,6 +200,7 @@ class Session:
         self.speed.begin_update()
         result = self.commit.step(iteration)
         self.speed.end_update()
+        self.auditor.executed()
         self.records.committed(iteration)
         has_committed()
         if (page := own_page()) is not None:
@@ -286,7 +287,7 @@ class Session:
         Every rank calls it before the first iteration after a failure.
         """
         self.saving.forget_handed_over()
-        self.auditor.resumed()
+        self.auditor.resumed(committed)
         self.recoverer.clean_at = None
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
@@ -301,6 +302,7 @@ class Session:
     def finish(self) -> dict[str, Any]:
         """Send the last snapshots to peers, and return the costs of checkpointing. Every rank calls this method."""
         saving = self.saving
+        self.auditor.check(self.binding.iteration)
         injection.at(Phase.EXIT, self.binding.iteration)
         if not saving.checkpointer.close(timeout_s=self._peer_timeout_s):
             saving.reports.report("some peers did not acknowledge this rank's last snapshots in time")

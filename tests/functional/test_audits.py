@@ -96,17 +96,51 @@ def test_a_device_that_stays_wrong_is_found_and_the_job_goes_back_to_an_audited_
     assert are_equal(tmp_path / "free", tmp_path / "run")
 
 
+DIES = """
+import collections, os, pathlib, signal, sys
+sys.path.insert(0, {example!r})
+import torch.distributed as dist
+import train
+original, calls = train.Trainer.forward_backward, collections.Counter()
+
+def forward_backward(self, iteration):
+    calls[iteration] += 1
+    original(self, iteration)
+    marker = pathlib.Path({marker!r})
+    if (iteration, calls[iteration], dist.get_rank()) == (20, 2, {rank}) and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.Trainer.forward_backward = forward_backward
+train.main()
+"""
+"""Script whose rank dies in the second execution of iteration 20, once."""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_while_iterations_are_executed_again(rank: int, tmp_path: Path) -> None:
+    """Kill a rank when the others have loaded the state before the audited iteration. It must not count as newer."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES.format(example=str(EXPERTS.parent), marker=str(tmp_path / "died"), rank=rank))
+    record = run(tmp_path / "run", *torch_words("--moevement-audit-interval", "5", script=script))
+    assert corruptions(record) == []
+    assert len([event for event in record.events() if event["event"] == "failure"]) == 1
+    run(tmp_path / "free", *torch_words(script=EXPERTS), spares=0)
+    assert are_equal(tmp_path / "free", tmp_path / "run")
+
+
 def megatron_words(iterations: int, **layout: Any) -> list[str]:
     return [
-        str(SCRIPT), *flags(train_iters=iterations, eval_iters=0, **layout), "--moevement-sparse-ckpt",
+        str(SCRIPT), *flags(train_iters=iterations, **layout), "--moevement-sparse-ckpt",
         "--moevement-window", "3",
     ]  # fmt: skip
 
 
 def test_a_stage_of_megatron_is_audited_alone(tmp_path: Path) -> None:
     words = megatron_words(
-        26, pipeline_model_parallel_size=2, expert_model_parallel_size=2, use_distributed_optimizer=True
-    )
+        26, pipeline_model_parallel_size=2, expert_model_parallel_size=2, use_distributed_optimizer=True,
+        eval_interval=4, eval_iters=1,
+    )  # fmt: skip
     flips = planted("part=gradient,rank=1,iteration=12,seed=1", "part=activation,rank=2,iteration=16,seed=2")
     record = run(tmp_path / "run", *words, "--moevement-audit-interval", "4", *flips, nproc=4)
     assert [(event["iteration"], event["ranks"]) for event in corruptions(record)] == [(12, [1]), (16, [2])]

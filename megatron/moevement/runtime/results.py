@@ -70,6 +70,8 @@ def locate_on_recomputation(process: Process) -> Wrapper:
                 job.place_of_failure = _place(job, machine)
                 if job.live.boundary_log is not None:
                     job.live.boundary_log.restart_iteration()
+                if job.session is not None:
+                    job.session.auditor.restart_iteration()
             return is_wanted
 
         return should_run_forward_backward

@@ -122,6 +122,8 @@ def test_after_corruption_no_state_of_a_distrusted_iteration_counts() -> None:
     point = decide([_new(0), _at(10, 0), distrusting, replace(distrusting, stage=1)])
     assert (point.iteration, point.lost_ranks, point.clean_at) == (9, {0, 1, 2, 3}, 6)
     assert (point.reference, point.reference_is_goal, point.followers) == (2, True, frozenset())
+    recovered = decide([_at(9, 0), distrusting])
+    assert (recovered.iteration, recovered.lost_ranks, recovered.clean_at) == (9, {0, 1}, 6)
     assert decide([_new(0), _at(10, 0)]).clean_at is None
     with pytest.raises(NothingToResume):
         decide([replace(distrusting, goal=None), _at(10, 0)])
