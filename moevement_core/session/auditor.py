@@ -12,38 +12,26 @@ any iteration of the window, while the window before is still in memory.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any, NoReturn, override
-
-import numpy as np
+from typing import Any, NoReturn
 
 from moevement_core.audit.at_rest import StateAtRest
 from moevement_core.audit.config import AUDIT_INTERVAL, AuditConfig
 from moevement_core.audit.corruption import Corrupter
-from moevement_core.audit.evidence import AuditEvidence, Computed, Difference, first_difference
-from moevement_core.audit.observe import IterationObserver
+from moevement_core.audit.evidence import Computed, Difference
 from moevement_core.audit.replicas import compact
 from moevement_core.audit.verdict import AuditVerdict, Finding, judge, judge_replicas
 from moevement_core.comms.codec import decode, encode
 from moevement_core.errors import CorruptionFound
-from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import decided_at
-from moevement_core.rebuild.feeders import start_feeders
-from moevement_core.rebuild.live_replicas import snapshot_of_live
-from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.agree import Distrust
-from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.feed import Feeding
-from moevement_core.recovery.plan import RecoveryPlan
-from moevement_core.recovery.replay import ReplayObserver, replay
 from moevement_core.recovery.scope import segments
 from moevement_core.restart.faults import Corruption
-from moevement_core.restart.generation import Regroup, atomic, generation, waiting_for_others, working
+from moevement_core.restart.generation import Regroup, atomic, generation, waiting_for_others
 from moevement_core.run.events import Corrupted
 from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.session.recoverer import Recoverer
-from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.session.second_execution import AuditedIteration, SecondExecution
 from moevement_core.speed.waits import waits
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.topology import Topology
@@ -52,20 +40,6 @@ from moevement_core.util.words import counted
 
 MOST_WAIT_S = 10.0
 """Longest time in seconds for which a rank waits until those with wrong results have given their ranks back."""
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """Audit of an iteration that has begun."""
-
-    iteration: int
-    """Iteration that is executed twice."""
-    segment: frozenset[int]
-    """Stages that execute it twice, together."""
-    mark: Mark
-    """State before the iteration: what the job goes back to if the iteration went wrong."""
-    snapshot: Snapshot | None
-    """Copy of this rank's state before the iteration; None on a rank that executes it once."""
 
 
 class Auditor:
@@ -94,26 +68,19 @@ class Auditor:
 
         The mark is None if the job has to start over.
         """
-        self.unfinished: Mark | None = None
-        """Mark of the state that this rank had before it loaded an older one to execute an iteration again.
-
-        None outside of such an execution. The commit point has no mark meanwhile.
-        """
         self._wrong = ""
         """Description of this rank's wrong results, until it has given its rank back; empty without any."""
         self._is_certain = False
         """True if no other rank may have computed these wrong results."""
-        self._first = AuditEvidence()
-        """Evidence of the first execution of an audited iteration, without the state after the update."""
-        self._config, self._saving, self._records, self._commit = config, saving, records, commit
-        self._binding, self._recoverer = saving.parts.binding, recoverer
+        self._config, self._saving, self._commit, self._binding = config, saving, commit, saving.parts.binding
         model = self._binding.audited() if config.interval is not None or corruptions else None
-        self._observer = IterationObserver(model)
         self._corrupter = Corrupter(corruptions, saving.topology.rank, saving.parts.states, model)
+        self.executions = SecondExecution(
+            saving, records, commit=commit, recoverer=recoverer, corrupter=self._corrupter, model=model
+        )
         self._at_rest = StateAtRest(saving.parts.states) if config.memory else None
         self._before: Mark | None = None
         """State before the iteration in which :attr:`_at_rest` watches this rank's state; None without one."""
-        self._begun: _Begun | None = None
         self._clean_at: int | None = None
         """Newest iteration whose audit has found this rank's stage clean."""
         self._alike: Mark | None = None
@@ -129,8 +96,7 @@ class Auditor:
 
     def interrupted(self) -> None:
         """Drop an audit that a failure has interrupted."""
-        self._observer.end()
-        self._begun = None
+        self.executions.interrupted()
         if self._at_rest is not None:
             self._at_rest.end()
         self._before = None
@@ -142,20 +108,10 @@ class Auditor:
 
     def resumed(self, committed: int) -> None:
         """Trust all iterations again, because the job has gone back to ``committed``, a state that is trusted."""
-        self.distrust, self.unfinished = None, None
+        self.distrust = self.executions.unfinished = None
         self._alike = self._commit.mark  # the recovery has just compared replicas
         if self._clean_at is not None:
             self._clean_at = min(self._clean_at, committed)
-
-    def executed(self) -> None:
-        """End the observation of an iteration, after its update; an evaluation may follow that does not count."""
-        if self._begun is not None and self._begun.snapshot is not None:
-            self._first = self._observer.end()
-
-    def restart_iteration(self) -> None:
-        """Observe the present iteration from its beginning, because the trainer computes it anew."""
-        if self._begun is not None and self._begun.snapshot is not None:
-            self._observer.begin()
 
     # Before an iteration
 
@@ -173,13 +129,11 @@ class Auditor:
         began = time.perf_counter()
         with waiting_for_others(), waits.waiting():
             before, self._before = self._before, None
-            begun, self._begun = self._begun, None
+            audited = self.executions.take(committed)
             if self._at_rest is not None and before is not None and before.iteration == committed - 1:
                 self._compare_memory(committed, before, self._at_rest)
-            if begun is not None and begun.iteration == committed:
-                self._end_audit(begun)
-            elif begun is not None:
-                self._observer.end()
+            if audited is not None:
+                self._end_audit(audited)
             if self._config.interval is not None and self._has_window_ended(committed):
                 self._compare_replicas(committed)
         self._seconds += time.perf_counter() - began
@@ -199,8 +153,7 @@ class Auditor:
             self._at_rest.begin()
             self._seconds += time.perf_counter() - began
         self._corrupter.begin(iteration)
-        if self._begun is not None and self._begun.snapshot is not None:
-            self._observer.begin()
+        self.executions.observe()
 
     def _segment(self, stage: int) -> frozenset[int]:
         """Return the stages that execute an iteration again if ``stage`` does, as in a recovery."""
@@ -212,8 +165,7 @@ class Auditor:
     def _begin_audit(self, iteration: int, segment: frozenset[int]) -> None:
         mark, topology = self._commit.mark, self._saving.topology
         assert mark is not None
-        is_audited = topology.stage in segment
-        can_copy = not is_audited or self._saving.has_room_for_state()
+        can_copy = topology.stage not in segment or self._saving.has_room_for_state()
         answers = topology.channels.job_group.decide(
             encode(can_copy), lambda all_of: encode(all(decode(answer, bool) for answer in all_of))
         )
@@ -225,83 +177,18 @@ class Auditor:
                 )
             self._lacks_memory = True
             return
-        snapshot = self._copy(iteration - 1, mark) if is_audited else None
-        self._begun = _Begun(iteration, segment, mark, snapshot)
+        self.executions.begin(iteration, segment, mark)
 
-    def _copy(self, committed: int, mark: Mark) -> Snapshot:
-        parts = self._saving.parts
-        boundary = mark.boundary if mark.resumed is None else mark.resumed
-        return snapshot_of_live(
-            parts.states, parts.topology.table, parts.topology.rank, iteration=committed, boundary=boundary
-        )
+    # After an iteration
 
-    # The second execution
-
-    def _end_audit(self, begun: _Begun) -> None:
-        topology, difference = self._saving.topology, None
-        if begun.snapshot is not None:
-            difference = self._execute_again(begun, begun.snapshot)
-        else:
-            for feeder in start_feeders(self._saving.parts, self._prepared(begun)):
-                feeder.finish()
-        verdict = self._decide(Finding(topology.stage, self._clean_at, difference), is_of_replicas=False)
+    def _end_audit(self, audited: AuditedIteration) -> None:
+        stage = self._saving.topology.stage
+        difference = self.executions.compare(audited)
+        verdict = self._decide(Finding(stage, self._clean_at, difference), is_of_replicas=False)
         if verdict.suspects:
-            self._go_back(verdict, begun.iteration, begun.mark, Distrust(begun.iteration - 1, verdict.clean_at))
-        if topology.stage in begun.segment:
-            self._clean_at = begun.iteration
-
-    def _execute_again(self, begun: _Begun, snapshot: Snapshot) -> Difference | None:
-        saving, binding, parts = self._saving, self._binding, self._saving.parts
-        first = self._completed(self._first, begun.iteration)
-        saving.checkpointer.wait()
-        saving.checkpointer.capturer.settle()
-        saving.checkpointer.wait_for_gradient_copies(begun.iteration)
-        before, prepared = binding.boundary_copy(), self._prepared(begun)
-        record = self._records.of_last(begun.iteration) or self._records.known(begun.iteration).get(begun.iteration)
-        topology, plan = parts.topology, prepared.own_plan
-        assert plan is not None
-        is_alone = len(begun.segment) < topology.pipeline.stages
-        feeding = Feeding(topology.neighbours, begun.segment, topology.channels.feeds) if is_alone else None
-        tied = topology.pipeline.tied
-        shared_from = begun.iteration if tied and tied <= begun.segment else None
-        # A failure from here on leaves a state of no iteration.
-        self.unfinished, self._commit.mark = self._commit.mark, None
-        with (
-            self._recoverer.replaying(),
-            self._observer.observing() as observed,
-            binding.replaying(shared_from, feeding) as trainer,
-            working(),
-        ):
-            replay(
-                plan, stage=topology.stage, names=topology.table.names, snapshots={snapshot.iteration: snapshot},
-                trainer=trainer, check=StateCheck(parts.states, dict, enabled=False),
-                observer=_Again(self._corrupter, self._observer),
-                outcomes={begun.iteration: record} if record else {},
-            )  # fmt: skip
-        binding.put_boundary(before)
-        self._commit.mark, self.unfinished = self.unfinished, None
-        second = self._completed(observed[0], begun.iteration)
-        return first_difference(first, second, list(parts.states))
-
-    def _prepared(self, begun: _Begun) -> Prepared:
-        topology, before = self._saving.topology, begun.iteration - 1
-        runs = {stage: RecoverableRun(before, np.full(len(topology.table), before)) for stage in begun.segment}
-        plan = RecoveryPlan(
-            first=before, dense_at=before, until=begun.iteration, begins=before, runs=runs, fetches=()
-        )  # fmt: skip
-        return Prepared(
-            (plan,), plan if topology.stage in begun.segment else None, snapshots={}, outcomes={}, fetch_s=0.0
-        )
-
-    def _completed(self, evidence: AuditEvidence, iteration: int) -> AuditEvidence:
-        """Add what an execution has left behind: the state after the update, and the log of sent tensors."""
-        log = self._binding.boundary_log
-        evidence.sent = None if log is None else log.digest(iteration)
-        evidence.state = self._saving.checkpointer.capturer.whole_now()
-        evidence.weights = repr(self._binding.replicas())
-        return evidence
-
-    # Memory
+            self._go_back(verdict, audited.iteration, audited.mark, Distrust(audited.iteration - 1, verdict.clean_at))
+        if stage in audited.segment:
+            self._clean_at = audited.iteration
 
     def _compare_memory(self, committed: int, before: Mark, at_rest: StateAtRest) -> None:
         """Find out whether the state of a rank changed in ``committed`` before the update. Collective."""
@@ -311,8 +198,6 @@ class Auditor:
         if verdict.suspects:
             # The snapshot of the iteration before was copied while the state changed.
             self._go_back(verdict, committed, before, Distrust(committed - 1, committed - 2))
-
-    # Replicas
 
     def _has_window_ended(self, committed: int) -> bool:
         """Return True if the newest snapshot is the last one of its window; the result is the same on all ranks.
@@ -371,18 +256,6 @@ class Auditor:
         while time.monotonic() < deadline:  # the interruption by the guard is raised in this loop
             time.sleep(0.02)
         raise Regroup
-
-
-class _Again(ReplayObserver):
-    """Observer of the second execution of an iteration."""
-
-    def __init__(self, corrupter: Corrupter, observer: IterationObserver) -> None:
-        self._corrupter, self._observer = corrupter, observer
-
-    @override
-    def runs(self, iteration: int, frozen: int) -> None:
-        self._corrupter.begin(iteration)
-        self._observer.begin()
 
 
 def _text(verdict: AuditVerdict, found_at: int, topology: Topology) -> str:

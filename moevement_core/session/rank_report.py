@@ -88,8 +88,8 @@ def report_of(session: Session | None, reached: RankReport | None, place: Place 
         distrust, trusted = distrusted
         status, mark = replace(status, distrust=distrust), None
         reached = None if trusted is None else _at(trusted, status, session)
-    elif mark is None and session.auditor.unfinished is not None:
-        reached = _at(session.auditor.unfinished, status, session)
+    elif mark is None and session.auditor.executions.unfinished is not None:
+        reached = _at(session.auditor.executions.unfinished, status, session)
     if mark is None:
         goal_status = reached.status if reached is not None else None
         return RankReport(replace(status, goal=goal_status), run_totals=binding.run_totals(), goal=reached)

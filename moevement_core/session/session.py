@@ -200,7 +200,7 @@ class Session:
         self.speed.begin_update()
         result = self.commit.step(iteration)
         self.speed.end_update()
-        self.auditor.executed()
+        self.auditor.executions.executed()
         self.records.committed(iteration)
         has_committed()
         if (page := own_page()) is not None:

@@ -71,7 +71,7 @@ def locate_on_recomputation(process: Process) -> Wrapper:
                 if job.live.boundary_log is not None:
                     job.live.boundary_log.restart_iteration()
                 if job.session is not None:
-                    job.session.auditor.restart_iteration()
+                    job.session.auditor.executions.observe()
             return is_wanted
 
         return should_run_forward_backward
