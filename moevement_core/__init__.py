@@ -34,8 +34,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from moevement_core.audit.config import AuditConfig as AuditConfig
     from moevement_core.audit.evidence import AuditedModel as AuditedModel
     from moevement_core.audit.observe import before_reductions as before_reductions
+    from moevement_core.elastic.config import ElasticConfig as ElasticConfig
+    from moevement_core.engine.config import BudgetConfig as BudgetConfig
     from moevement_core.engine.layout import OperatorState as OperatorState
     from moevement_core.errors import ConfigError as ConfigError
     from moevement_core.errors import RecoveryError as RecoveryError
@@ -51,12 +54,17 @@ if TYPE_CHECKING:
     from moevement_core.policy.schedule import Saved as Saved
     from moevement_core.recovery.feed import Feeding as Feeding
     from moevement_core.recovery.replay import Trainer as Trainer
+    from moevement_core.rendezvous.config import TimeoutsConfig as TimeoutsConfig
+    from moevement_core.replication.config import CopiesConfig as CopiesConfig
     from moevement_core.session.loop import iterations as iterations
     from moevement_core.session.loop import train as train
     from moevement_core.session.session import Session as Session
     from moevement_core.snapshot.snapshot import Snapshot as Snapshot
     from moevement_core.snapshot.snapshot import StateTensor as StateTensor
+    from moevement_core.speed.config import SpeedConfig as SpeedConfig
+    from moevement_core.storage.config import DiskConfig as DiskConfig
     from moevement_core.strategies import Strategy as Strategy
+    from moevement_core.strategies.config import StrategyConfig as StrategyConfig
     from moevement_core.trainer.binding import Binding as Binding
     from moevement_core.trainer.binding import Counts as Counts
     from moevement_core.trainer.binding import Place as Place
@@ -69,6 +77,14 @@ if TYPE_CHECKING:
     from moevement_core.trainer.torch_binding import TorchBinding as TorchBinding
 
 _HOMES = {
+    "audit.config": ("AuditConfig",),
+    "elastic.config": ("ElasticConfig",),
+    "engine.config": ("BudgetConfig",),
+    "rendezvous.config": ("TimeoutsConfig",),
+    "replication.config": ("CopiesConfig",),
+    "speed.config": ("SpeedConfig",),
+    "storage.config": ("DiskConfig",),
+    "strategies.config": ("StrategyConfig",),
     "audit.evidence": ("AuditedModel",),
     "audit.observe": ("before_reductions",),
     "engine.layout": ("OperatorState",),

@@ -40,7 +40,7 @@ class AuditedIteration:
 
 
 class SecondExecution:
-    """Both executions of audited iterations on one rank, one iteration after the other.
+    """Executions of audited iterations on one rank, the first and the second, one iteration after the other.
 
     Args:
         saving: saving of this rank's snapshots.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moevement_core.audit.config import AUDIT_INTERVAL, AUDIT_MEMORY, AuditConfig
@@ -27,18 +27,45 @@ SWITCH = "--moevement-sparse-ckpt"
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """Values of all flags of a session, one field for each group of flags."""
+    """Values of all flags of a session, one field for each group of flags. The defaults are those of the flags.
 
-    strategy: StrategyConfig
-    copies: CopiesConfig
-    budget: BudgetConfig
-    timeouts: TimeoutsConfig
-    verify: Verify
-    disk: DiskConfig
-    drill: DrillConfig
-    elastic: ElasticConfig
-    speed: SpeedConfig
-    audit: AuditConfig
+    A script without these flags passes ``SessionConfig()``, or sets single groups, for example
+    ``SessionConfig(audit=AuditConfig(interval=1000))``.
+
+    Raises:
+        ConfigError: values contradict each other.
+    """
+
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    copies: CopiesConfig = field(default_factory=CopiesConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    verify: Verify = field(default_factory=lambda: VerifyConfig().verify)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    drill: DrillConfig = field(default_factory=DrillConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+
+    def __post_init__(self) -> None:
+        strategy, disk, budget = self.strategy, self.disk, self.budget
+        if strategy.kind.selects_by_load and budget.host_memory_bytes is not None:
+            raise ConfigError(
+                f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
+                f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave "
+                "--moevement-host-memory-gb out, and give --moevement-snapshot-experts"
+            )
+        if strategy.persisted is not None and disk.persist_dir is None:
+            raise ConfigError(
+                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; give a folder to "
+                "write the experts to"
+            )
+        _refuse_without_folder(disk)
+        if self.elastic.is_elastic:
+            _refuse_in_elastic_jobs(strategy, self.speed, self.audit)
+        copies = _copies(self.copies, strategy, disk)
+        _refuse_to_drop(budget, copies, disk)
+        object.__setattr__(self, "copies", copies)
 
     @staticmethod
     def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
@@ -56,50 +83,37 @@ class SessionConfig:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         if (complaint := unserved(args.moevement_metrics_port)) is not None:
             raise ConfigError(complaint)
-        strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
-        budget = from_args(BudgetConfig, args)
-        if strategy.kind.selects_by_load and budget.host_memory_bytes is not None:
-            raise ConfigError(
-                f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
-                f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave "
-                "--moevement-host-memory-gb out, and give --moevement-snapshot-experts"
-            )
-        if strategy.persisted is not None and disk.persist_dir is None:
-            raise ConfigError(
-                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; give a folder to "
-                "write the experts to"
-            )
-        _refuse_without_folder(disk)
-        elastic = from_args(ElasticConfig, args)
-        if elastic.is_elastic and issubclass(strategy.kind, LosesUpdates):
-            raise ConfigError(
-                f"{ELASTIC} with --moevement-strategy {strategy.name}: tokens that an expert has lost are counted only "
-                "on the ranks that saved the expert; leave one of these flags out"
-            )
-        speed = from_args(SpeedConfig, args)
-        if elastic.is_elastic and speed.evict_slow:
-            raise ConfigError(
-                f"{EVICT_SLOW} with {ELASTIC}: without a spare, the job would shrink; leave {EVICT_SLOW} out"
-            )
-        audit = from_args(AuditConfig, args)
-        if elastic.is_elastic and audit.is_on:
-            raise ConfigError(
-                f"{AUDIT_INTERVAL} or {AUDIT_MEMORY} with {ELASTIC}: a job that changes its ranks cannot go back to an "
-                "older state yet; leave one of these flags out"
-            )
-        copies = _copies(from_args(CopiesConfig, args), strategy, disk)
-        _refuse_to_drop(budget, copies, disk)
         return SessionConfig(
-            strategy,
-            copies,
-            budget=budget,
+            from_args(StrategyConfig, args, has_experts=has_experts),
+            from_args(CopiesConfig, args),
+            budget=from_args(BudgetConfig, args),
             timeouts=from_args(TimeoutsConfig, args),
             verify=from_args(VerifyConfig, args).verify,
-            disk=disk,
+            disk=from_args(DiskConfig, args),
             drill=from_args(DrillConfig, args),
-            elastic=elastic,
-            speed=speed,
-            audit=audit,
+            elastic=from_args(ElasticConfig, args),
+            speed=from_args(SpeedConfig, args),
+            audit=from_args(AuditConfig, args),
+        )
+
+
+def _refuse_in_elastic_jobs(strategy: StrategyConfig, speed: SpeedConfig, audit: AuditConfig) -> None:
+    """Refuse what a job that changes its number of ranks cannot do.
+
+    Raises:
+        ConfigError: such a flag is given.
+    """
+    if issubclass(strategy.kind, LosesUpdates):
+        raise ConfigError(
+            f"{ELASTIC} with --moevement-strategy {strategy.name}: tokens that an expert has lost are counted only on "
+            "the ranks that saved the expert; leave one of these flags out"
+        )
+    if speed.evict_slow:
+        raise ConfigError(f"{EVICT_SLOW} with {ELASTIC}: without a spare, the job would shrink; leave {EVICT_SLOW} out")
+    if audit.is_on:
+        raise ConfigError(
+            f"{AUDIT_INTERVAL} or {AUDIT_MEMORY} with {ELASTIC}: a job that changes its ranks cannot go back to an "
+            "older state yet; leave one of these flags out"
         )
 
 

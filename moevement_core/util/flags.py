@@ -43,12 +43,18 @@ class Flag:
         """Name of the flag's value in the namespace that argparse returns."""
         return self.name.lstrip("-").replace("-", "_")
 
+    @property
+    def default_value(self) -> Any:
+        """Value that argparse gives if the flag is left out."""
+        if self.action == "store_true":
+            return False
+        return list(self.default) if isinstance(self.default, tuple) else self.default
+
     def add_to(self, group: Any) -> None:
         """Add the flag to a parser or to an argument group."""
         options: dict[str, Any] = {"help": self.help}
         if self.action != "store_true":
-            default = list(self.default) if isinstance(self.default, tuple) else self.default
-            options |= {"default": default, "type": self.type, "metavar": self.metavar, "nargs": self.nargs}
+            options |= {"default": self.default_value, "type": self.type, "metavar": self.metavar, "nargs": self.nargs}
             options |= {"choices": self.choices}
         if self.action is not None:
             options["action"] = self.action
@@ -67,7 +73,7 @@ def flag(
     action: str | None = None,
     nargs: str | None = None,
 ) -> Any:
-    """Return a field of a configuration dataclass that the command line sets.
+    """Return a field of a configuration dataclass that the command line sets; its default is that of the flag.
 
     Args:
         name: name of the flag, with its dashes.
@@ -80,21 +86,18 @@ def flag(
         action: action of argparse.
         nargs: number of values, for argparse.
     """
-    return field(
-        metadata={
-            "flag": Flag(
-                name,
-                help,
-                default=default,
-                type=type,
-                check=check,
-                metavar=metavar,
-                choices=choices,
-                action=action,
-                nargs=nargs,
-            )
-        }
+    declared = Flag(
+        name,
+        help,
+        default=default,
+        type=type,
+        check=check,
+        metavar=metavar,
+        choices=choices,
+        action=action,
+        nargs=nargs,
     )
+    return field(default_factory=lambda: check(name, declared.default_value), metadata={"flag": declared})
 
 
 def flags_of(config: type) -> list[tuple[Field[Any], Flag]]:

@@ -19,13 +19,14 @@ from moevement_core.errors import ConfigError, PopularityError
 from moevement_core.policy.popularity import Ordering
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.saving.saving import refuse_what_is_not_defined
+from moevement_core.storage.config import DiskConfig
 from moevement_core.strategies import MoEvement
 from moevement_core.strategies.capabilities import CountsTokens
 from moevement_core.strategies.config import RecoveryKind
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import StageOperators
 from moevement_core.trainer.binding import Binding
-from moevement_core.trainer.config import add_session_flags
+from moevement_core.trainer.config import SessionConfig, add_session_flags
 from tests.unit.policy.tables import equal_experts
 
 # The set is frozen, because a renamed flag breaks users' scripts: a change of one must change this set, too.
@@ -368,3 +369,11 @@ def test_what_no_abort_ends_on_gpus_is_refused_with_spares(
     assert list(spares(parsed())) == []
     (complaint,) = spares(parsed(**megatrons))
     assert re.search(rf"{flag}\b.*--spares\b.*\b{instead}\b", complaint)
+
+
+def test_the_defaults_of_a_configuration_are_those_of_the_flags() -> None:
+    parser = argparse.ArgumentParser()
+    add_session_flags(parser)
+    assert SessionConfig() == SessionConfig.from_args(parser.parse_args([]), has_experts=True)
+    with pytest.raises(ConfigError, match=r"--moevement-load-iteration 5\b"):
+        SessionConfig(disk=DiskConfig(load_iteration=5))
