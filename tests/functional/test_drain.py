@@ -148,3 +148,22 @@ def test_a_folder_without_a_running_job_is_refused(tmp_path: Path, capsys: pytes
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(re.escape(named), error)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_ranks_move_while_ranks_are_killed(seed: int, tmp_path: Path) -> None:
+    """Drain both ranks again and again, and kill ranks at random; the job ends with the bits of a quiet one."""
+    words = torch_words(tmp_path)
+    job = Job(tmp_path / "run", *words, "--moevement-inject-mtbf", "6", "--moevement-inject-seed", str(seed))
+    job.until_iteration(8)
+    for move in range(4):
+        job.until_iteration(8 + 30 * move)
+        assert main(["drain", str(job.record.folder), f"rank:{move % 2}", "--reason", "a test", "--no-wait"]) == 0
+    code, out, err = finished(job.process)
+    assert code == 0, out + err
+    run_dir = tmp_path / "free"
+    unpaced = [str(EXAMPLE / "train.py") if word.endswith(".py") else word for word in words]
+    code, out, err = finished(launch("--nproc", "2", "--spares", "0", *unpaced, "--run-dir", str(run_dir)))
+    assert code == 0, out + err
+    assert main(["verify", str(run_dir), str(job.record.folder)]) == 0

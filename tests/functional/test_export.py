@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from moevement_cli.main import main
 from tests.launching import finished, launch
-from tests.training import SCRIPT, flags, losses, train
+from tests.limits import HANGS_S
+from tests.training import ROOT, SCRIPT, flags, losses, train
 
 REACHED = 11
 """Iteration of both dense checkpoints, and of a window."""
@@ -62,7 +65,12 @@ def test_a_window_becomes_a_dense_checkpoint_that_another_layout_loads(tmp_path:
     assert code == 0, printed + errors
     # The job's own flags for its folders are left out.
     flags_of_job = [*words, "--run-dir", str(tmp_path / "run"), "--moevement-persist-dir", str(windows)]
-    assert main(["export", str(windows), "--to", str(out), "--iteration", str(REACHED), *flags_of_job]) == 0
+    asked = [str(windows), "--to", str(out), "--iteration", str(REACHED), *flags_of_job]
+    export = subprocess.run(
+        [sys.executable, "-m", "moevement_cli.main", "export", *asked],
+        capture_output=True, text=True, timeout=HANGS_S, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert export.returncode == 0, export.stdout + export.stderr
     assert are_equal(dense, out, tmp_path)
 
     train(2, None, **OTHER, train_iters=REACHED, load=str(out), save=str(again), save_interval=1000)

@@ -97,3 +97,21 @@ def test_a_rank_whose_processor_is_shared_is_named(tmp_path: Path) -> None:
     slow = [event for event in record.events() if event["event"] == "slow"]
     assert slow[0]["ranks"] == [1]
     assert slow[0]["iteration"] > 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_a_slow_rank_moves_while_ranks_are_killed(seed: int, tmp_path: Path) -> None:
+    """Let the first process of rank 1 be slow, and kill ranks at random; the job ends with the bits of a quiet one."""
+    words = torch_words(tmp_path, 90, "1")
+    record = run(
+        tmp_path / "run", *words, "--moevement-evict-slow", "--moevement-evict-slow-seconds", "0.1",
+        "--moevement-slow-factor", "1.5", "--moevement-inject-mtbf", "5", "--moevement-inject-seed", str(seed),
+        spares=2,
+    )  # fmt: skip
+    # A kill may hit the slow process before it is compared.
+    slow = [event["ranks"] for event in record.events() if event["event"] == "slow"]
+    assert slow in ([], [[1]])
+    unpaced = [str(EXAMPLE / "train.py") if word.endswith(".py") else word for word in words]
+    run(tmp_path / "free", *unpaced, spares=0)
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "run")]) == 0
