@@ -26,6 +26,7 @@ from benchmarks.scale_planners import (
     stage_of,
     table_of,
 )
+from moevement_core.audit.verdict import Finding
 from moevement_core.comms.codec import Plain
 from moevement_core.comms.connections import Address
 from moevement_core.comms.exchange import _encoded
@@ -236,6 +237,10 @@ def _open_files(ranks: int) -> float:
     return ranks + ranks / ON_NODE
 
 
+def _findings(ranks: int) -> int:
+    return ranks * (_size(Finding(stage=3, clean_at=123_456)) + _PART.size)
+
+
 COSTS = (
     Cost("start", "the store holds addresses of ranks", Growth.LINEAR, lambda n: n * _size(_address()), "comms/job_group.py: job_group"),
     Cost("start, failure", "a rank receives the entries of all ranks", Growth.LINEAR, _topology, "topology/topology.py: connect"),
@@ -248,6 +253,7 @@ COSTS = (
     Cost("iteration", "questions of all ranks to the coordinator", Growth.CONSTANT, lambda n: 1, "restart/generation.py: vote", is_bytes=False),
     Cost("iteration", "a rank sends to agree on windows", Growth.CONSTANT, _agreement, "snapshot/agreement.py: propose"),
     Cost("window", "a rank sends counts of tokens", Growth.CONSTANT, _counts, "saving/windows.py: _observe"),
+    Cost("audit", "rank 0 receives the findings of all ranks", Growth.LINEAR, _findings, "session/auditor.py: _decide"),
     Cost("decision", "a rank receives the memory that all ranks need", Growth.LINEAR, _needs, "saving/windows.py: _needed"),
     Cost("failure", "reports of ranks to the coordinator", Growth.LINEAR, _reported, "rendezvous/member.py: leave"),
     Cost("failure", "the coordinator sends each node its roster", Growth.LINEAR, _roster_of_all, "rendezvous/coordinator.py: _propose"),
