@@ -136,6 +136,7 @@ def megatron_words(iterations: int, **layout: Any) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow("the job goes back twice, and evaluates every four iterations")
 def test_a_stage_of_megatron_is_audited_alone(tmp_path: Path) -> None:
     words = megatron_words(
         26, pipeline_model_parallel_size=2, expert_model_parallel_size=2, use_distributed_optimizer=True,

@@ -45,6 +45,7 @@ def run(run_dir: Path, *words: str, spares: int = 1) -> RunRecord:
     return RunRecord(run_dir)
 
 
+@pytest.mark.slow("iterations are paced, so that a process can be slower than another one")
 def test_a_slow_process_is_named_and_its_rank_moves_to_a_spare(tmp_path: Path) -> None:
     words = torch_words(tmp_path, 90, "1")
     record = run(
