@@ -9,6 +9,7 @@ from pathlib import Path
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
 from moevement_core.storage.manifest import Manifest, manifests
+from moevement_core.trainer.config import SWITCH
 from moevement_core.util.numbers import NOT_NEGATIVE
 
 DROPPED = frozenset({
@@ -19,7 +20,7 @@ DROPPED = frozenset({
     "--moevement-inject-corruption", "--moevement-inject-mtbf", "--moevement-inject-trace", "--moevement-wipe-at",
 })  # fmt: skip
 """Flags of the job that an export leaves out: it writes to no folder of the job, and trains nothing."""
-SWITCH, EXPORT, RESHARDABLE = "--moevement-sparse-ckpt", "--moevement-export", "--dist-ckpt-optim-fully-reshardable"
+EXPORT, RESHARDABLE = "--moevement-export", "--dist-ckpt-optim-fully-reshardable"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moevement_core.audit.observe import call_at_gradients
+from moevement_core.audit.observe import call_at_gradients, digests_now
 from moevement_core.engine.layout import OperatorState
-from moevement_core.snapshot.whole import begin_whole
 
 _QUANTISED = 1
 """Bytes of an element of FP8 weights, whose scales training changes in the forward pass."""
@@ -44,9 +43,4 @@ class StateAtRest:
         return tuple(name for name in digests[0] if digests[0][name] != digests[1][name])
 
     def _digest(self) -> None:
-        digests = begin_whole(self._tensors)
-        if not any(tensor.is_cuda for tensors in self._tensors.values() for tensor in tensors):
-            finished = digests()
-            self._digests.append(lambda: finished)
-        else:
-            self._digests.append(digests)
+        self._digests.append(digests_now(self._tensors))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from moevement_core.audit.evidence import AuditedModel, AuditEvidence
 from moevement_core.snapshot.whole import begin_whole
@@ -82,8 +83,8 @@ class IterationObserver:
 
     def _observing(self, operators: tuple[str, ...]) -> Callable[..., None]:
         def observe(module: nn.Module, arguments: Any, output: Any) -> None:
-            tensors = list(tensors_of(output))
-            self._pending.append((operators, _digest(tensors)))
+            digests = digests_now({"": tensors_of(output)})
+            self._pending.append((operators, lambda: digests()[""]))
 
         return observe
 
@@ -95,12 +96,7 @@ class IterationObserver:
             gradients = [model.gradient(parameter) for parameter in parameters]
             by_operator[name] = [gradient for gradient in gradients if gradient is not None]
         by_operator = {name: gradients for name, gradients in by_operator.items() if gradients}
-        digests = begin_whole(by_operator)
-        if not any(gradient.is_cuda for gradients in by_operator.values() for gradient in gradients):
-            finished = digests()
-            self._gradients = lambda: finished
-        else:
-            self._gradients = digests
+        self._gradients = digests_now(by_operator)
 
 
 def operators_by_module(model: AuditedModel | None) -> dict[nn.Module, tuple[str, ...]]:
@@ -116,22 +112,15 @@ def operators_by_module(model: AuditedModel | None) -> dict[nn.Module, tuple[str
     return by_module
 
 
-def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the output of a module."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_of(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_of(value)
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in the output of a module."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _digest(tensors: list[torch.Tensor]) -> Callable[[], str]:
-    """Return a function that returns the digest of the present values. On a GPU, this call does not wait for it."""
-    whole = begin_whole({"": tensors})
-    if any(tensor.is_cuda for tensor in tensors):
-        return lambda: whole()[""]
-    digest = whole()[""]
-    return lambda: digest
+def digests_now(tensors: Mapping[str, Sequence[torch.Tensor]]) -> Callable[[], Mapping[str, str]]:
+    """Return a function that returns digests of the present values, by name. On a GPU, this call does not wait."""
+    digests = begin_whole(tensors)
+    if any(tensor.is_cuda for named in tensors.values() for tensor in named):
+        return digests
+    finished = digests()  # host memory may change after this call
+    return lambda: finished

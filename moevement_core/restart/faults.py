@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -86,9 +86,7 @@ class Fault:
             ConfigError: the text has another form, or an unknown key or value.
         """
         flag = f"--moevement-inject {text}"
-        words = dict(word.partition("=")[::2] for word in text.split(","))
-        if unknown := words.keys() - {"rank", "iteration", "phase", "signal"}:
-            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs rank, iteration, phase or signal")
+        words = _words(flag, text, ("rank", "iteration", "phase", "signal"))
         for name in ("rank", "phase"):
             if name not in words:
                 raise ConfigError(f"{flag}: {name} is missing; needs rank=N,phase=P")
@@ -157,9 +155,7 @@ class Flip:
             ConfigError: the text has another form, or an unknown key or value.
         """
         flag = f"--moevement-inject-flip {text}"
-        words = dict(word.partition("=")[::2] for word in text.split(","))
-        if unknown := words.keys() - {"kind", "rank", "iteration", "seed"}:
-            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs kind, rank, iteration or seed")
+        words = _words(flag, text, ("kind", "rank", "iteration", "seed"))
         if words.get("kind") not in list(FlipKind):
             raise ConfigError(f"{flag}: kind={words.get('kind', '')}; needs one of {', '.join(FlipKind)}")
         numbers = {name: value for name, value in words.items() if name != "kind"}
@@ -204,9 +200,7 @@ class Corruption:
             ConfigError: the text has another form, or an unknown key or value.
         """
         flag = f"--moevement-inject-corruption {text}"
-        words = dict(word.partition("=")[::2] for word in text.split(","))
-        if unknown := words.keys() - {"part", "rank", "iteration", "times", "seed"}:
-            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs part, rank, iteration, times or seed")
+        words = _words(flag, text, ("part", "rank", "iteration", "times", "seed"))
         for name, known in (("part", list(CorruptedPart)), ("times", ["once", "always"])):
             if words.get(name, "once" if name == "times" else "") not in known:
                 raise ConfigError(f"{flag}: {name}={words.get(name, '')}; needs one of {', '.join(known)}")
@@ -217,6 +211,18 @@ class Corruption:
             CorruptedPart(words["part"]), int(words["rank"]), int(words["iteration"]),
             is_lasting=words.get("times") == "always", seed=int(words.get("seed", "0")),
         )  # fmt: skip
+
+
+def _words(flag: str, text: str, keys: Sequence[str]) -> dict[str, str]:
+    """Return the values in a text like ``rank=2,iteration=17``, by key.
+
+    Raises:
+        ConfigError: the text has a key that is not in ``keys``.
+    """
+    words = dict(word.partition("=")[::2] for word in text.split(","))
+    if unknown := words.keys() - set(keys):
+        raise ConfigError(f"{flag}: unknown key {min(unknown)!r}; needs {', '.join(keys[:-1])} or {keys[-1]}")
+    return words
 
 
 def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
