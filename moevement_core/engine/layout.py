@@ -25,6 +25,15 @@ class OperatorState:
     """Reduced gradients that the optimizer consumes; empty unless gradients are logged."""
 
 
+def in_order(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state of one parameter, by name, in an order that all ranks have.
+
+    An optimizer orders the state that it loads from a checkpoint in another way than the state that it makes, and
+    digests depend on the order. The order here is that in which torch's optimizers make their state: ``step`` is first.
+    """
+    return {name: state[name] for name in sorted(state, key=lambda name: (name != "step", name))}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLayout:
     """Layout of the snapshot of one slot on this rank: its contents, and the offset of each tensor in a buffer."""

@@ -20,7 +20,7 @@ from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.optimizer.weights import HALF
 from megatron.moevement.state_digest import members
-from moevement_core.engine.layout import OperatorState
+from moevement_core.engine.layout import OperatorState, in_order
 from moevement_core.errors import OperatorError
 from moevement_core.operators import Operator, StateBytes
 from moevement_core.policy.schedule import Saved
@@ -245,7 +245,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
     inner = member.optimizer
     stepped = inner.param_groups[group]["params"][place]
     state = {} if "master_param" in inner.state[stepped] else {"master": stepped}
-    for name, value in inner.state[stepped].items():
+    for name, value in in_order(inner.state[stepped]).items():
         if not torch.is_tensor(value):
             continue
         name = "master" if name == "master_param" else name
@@ -271,7 +271,7 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
         pairs += [(parameter, parameter) for group in member.optimizer.param_groups for parameter in group["params"]]
     for parameter, master in pairs:
         start, end = _range_in(parameter, whose)
-        state = {"master": master, **member.optimizer.state[master]}
+        state = {"master": master, **in_order(member.optimizer.state[master])}
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
         part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
