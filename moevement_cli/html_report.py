@@ -19,7 +19,7 @@ from moevement_cli.run_plot import failure_text
 from moevement_cli.saving_costs import view
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.estimate import CONFIDENCE
-from moevement_core.run.events import Corrupted, SlowPlaceFound
+from moevement_core.run.events import Corrupted, LossSpiked, SlowPlaceFound
 from moevement_core.run.figures import WARNING_EVENTS
 
 MOST_RECOVERIES = 100
@@ -91,22 +91,17 @@ class _Drawn:
         return replace(self.line(costs.points()), band=costs.intervals())
 
     def marks(self) -> list[ChartMark]:
-        """Return a mark for each recovery, each slow place and each corruption, at its iteration."""
+        """Return a mark at the iteration of each recovery, slow place, corruption and loss spike."""
         recoveries = [
             ChartMark(self.facts.iteration_at(recovery), self.color, self._sentence(recovery), _label(recovery))
             for recovery in self.facts.recoveries
         ]
-        slow = [
-            ChartMark(event["iteration"], self.color, f"{self.name}: {event['text']}", _slow_label(event))
+        warnings = [
+            ChartMark(event["iteration"], self.color, f"{self.name}: {event['text']}", _LABELS[event["event"]](event))
             for event in self.facts.events
-            if event["event"] == SlowPlaceFound.kind
+            if event["event"] in _LABELS
         ]
-        corrupted = [
-            ChartMark(event["iteration"], self.color, f"{self.name}: {event['text']}", _corruption_label(event))
-            for event in self.facts.events
-            if event["event"] == Corrupted.kind
-        ]
-        return [*recoveries, *slow, *corrupted]
+        return [*recoveries, *warnings]
 
     def spans(self) -> list[ChartMark]:
         """Return a span for each recovery, in seconds since the first iteration began."""
@@ -128,6 +123,14 @@ def _corruption_label(event: dict[str, Any]) -> str:
 def _slow_label(event: dict[str, Any]) -> str:
     named = "rank" if len(event["ranks"]) == 1 else "ranks"
     return f"{named} {', '.join(map(str, event['ranks']))} slow, {event['factor']:.2f} x"
+
+
+def _spike_label(event: dict[str, Any]) -> str:
+    return "loss spike" if event["restores"] is None else f"loss spike, back to iteration {event['restores']}"
+
+
+_LABELS = {SlowPlaceFound.kind: _slow_label, Corrupted.kind: _corruption_label, LossSpiked.kind: _spike_label}
+"""Functions that label a warning in the charts, by kind of its event."""
 
 
 def _label(recovery: dict[str, Any]) -> str:

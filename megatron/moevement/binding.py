@@ -327,6 +327,13 @@ class MegatronBinding(Binding):
         return list(get_args().iterations_to_skip)
 
     @override
+    def leave_out(self, iterations: Collection[int]) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        args.iterations_to_skip = sorted({*args.iterations_to_skip, *iterations})
+
+    @override
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:
         return self._replaying(shared_from, feeding)
 

@@ -67,6 +67,8 @@ class RankStatus:
     """
     distrust: Distrust | None = None
     """Iterations that the rank does not trust; None if it trusts its state. :attr:`goal` is then the trusted state."""
+    rolls_back: str = ""
+    """Reason why the job rolls back to an older window after a loss spike; empty if it does not."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,10 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
         statuses: status of every rank, in order of ranks.
 
     Raises:
-        NothingToResume: no iteration was committed yet, or no rank that trained is left.
+        NothingToResume: no iteration was committed yet, no rank that trained is left, or the job rolls back.
     """
+    if reason := next((status.rolls_back for status in statuses if status.rolls_back), ""):
+        raise NothingToResume(reason)
     if not any(status.was_training for status in statuses):
         raise NothingToResume("no rank that trained is left")
     statuses = _of_one_history(statuses)

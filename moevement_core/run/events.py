@@ -295,6 +295,23 @@ class Corrupted(_Plain):
 
 
 @dataclass(frozen=True)
+class LossSpiked(_Plain):
+    """Warning that the loss has spiked. The job rolls back, unless it has no older window or has rolled back before."""
+
+    kind: ClassVar[str] = "loss_spiked"
+    text: str
+    """Text of the warning."""
+    iteration: int
+    """Iteration whose loss spiked."""
+    loss: float | str
+    """Loss of this iteration; ``nan`` or ``inf`` as text."""
+    median: float
+    """Median loss of the iterations before."""
+    restores: int | None
+    """Iteration to which the job goes back; it leaves out those after it, up to the spike. None if it goes on."""
+
+
+@dataclass(frozen=True)
 class FastAgain(_Plain):
     """End of a period in which a rank or a node was slower than its peers."""
 
@@ -312,5 +329,5 @@ class FastAgain(_Plain):
 PLAIN = (
     Started, Restarted, Resized, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned,
     AboveCap, NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
-    SlowPlaceFound, FastAgain, Corrupted,
+    SlowPlaceFound, FastAgain, Corrupted, LossSpiked,
 )  # fmt: skip

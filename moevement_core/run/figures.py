@@ -224,7 +224,7 @@ OF_JOB = (
 FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
 WARNING_EVENTS = (
     "nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed", "above_cap", "slow",
-    "corrupted",
+    "corrupted", "loss_spiked",
 )  # fmt: skip
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from moevement_core.overhead.fields import FIELDS
 from moevement_core.run.account import Account
-from moevement_core.run.events import Corrupted, FastAgain, Planned, Resized, SlowPlaceFound
+from moevement_core.run.events import Corrupted, FastAgain, LossSpiked, Planned, Resized, SlowPlaceFound
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.outcome import Recovery
 
 _OF_EVENTS: dict[str, type] = {
-    kind.kind: kind for kind in (Account, Corrupted, FastAgain, Planned, Recovery, Resized, SlowPlaceFound)
+    kind.kind: kind for kind in (Account, Corrupted, FastAgain, LossSpiked, Planned, Recovery, Resized, SlowPlaceFound)
 }
 """Classes of the events whose fields are checked, by kind; no code computes with the fields of other events."""
 _MOST = 1 << 53

@@ -15,6 +15,7 @@ from itertools import count
 from moevement_core.comms.exchange import from_rank_zero
 from moevement_core.rendezvous.roster import JOB_NAME
 from moevement_core.rendezvous.value_client import connect, is_first_to_claim, supervisor_address
+from moevement_core.saving.rollback import RollbackDecision, decided_rollback
 
 _START = "job/starts/{}"
 
@@ -30,6 +31,8 @@ class JobNames:
 
     The first start has the job's name. Later starts have the job's name, followed by ``.1``, ``.2``, ...
     """
+    rollback: RollbackDecision | None = None
+    """Roll back of the job after a loss spike; None without one."""
 
     @property
     def number(self) -> int:
@@ -52,7 +55,12 @@ def _names() -> JobNames:
     if (name := job_name()) is None:
         return JobNames(*(_new_name(),) * 2)  # Without a supervisor, a job ends with its first failure.
     before = next(number for number in count() if is_first_to_claim(_START.format(number)))
-    return JobNames(name, f"{name}.{before}" if before else name)
+    return JobNames(name, f"{name}.{before}" if before else name, decided_rollback())
+
+
+def names_of_running_job() -> JobNames:
+    """Return the names of the job in a process that joins it while it runs."""
+    return JobNames(job_name() or "", rollback=decided_rollback())
 
 
 def job_name() -> str | None:

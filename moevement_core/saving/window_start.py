@@ -58,6 +58,8 @@ def load_window(
             f"--moevement-load-iteration {config.disk.load_iteration} with --ckpt-step {asked_step}; a job starts from "
             "one of the two, so leave the other out"
         )
+    if names.rollback is not None:
+        binding.leave_out(names.rollback.left_out)
     host = own_address()
     loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
@@ -84,13 +86,20 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
     try:
         place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
         return _load(
-            binding, config, host, place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name),
+            binding, config, host, place, is_wanted=lambda manifest: _is_own(manifest, names),
             after=binding.iteration,
         )  # fmt: skip
     except (ConfigError, RecoveryError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
         return None
+
+
+def _is_own(manifest: Manifest, names: JobNames) -> bool:
+    """Return True if an earlier start of the job wrote the window, and the job has not gone back from it."""
+    if not is_of_job(manifest.name, names.name):
+        return False
+    return names.rollback is None or not names.rollback.is_undone(manifest.job, manifest.reaches)
 
 
 def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:

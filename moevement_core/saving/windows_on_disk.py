@@ -26,7 +26,7 @@ from moevement_core.saving.reports import Reports
 from moevement_core.saving.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
-from moevement_core.storage.manifest import manifests, remove_window
+from moevement_core.storage.manifest import is_of_job, manifests, remove_window
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Binding
@@ -177,6 +177,12 @@ class WindowsOnDisk:
             if manifest.job == self.job_name and manifest.reaches <= until and is_newer(manifest.reaches, newest_dense)
         ]
         return JobWindows(self._place, windows[:MOST_READ])
+
+    def restorable(self) -> list[int]:
+        """Return the iterations that the windows of this job in this rank's folder restore. Waits for no other rank."""
+        if self._place is None:
+            return []
+        return [each.reaches for each in manifests(self._place.path) if is_of_job(each.name, self._names.name)]
 
     def close(self) -> tuple[int | None, int, int, float]:
         """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.

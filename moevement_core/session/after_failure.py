@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moevement_core.saving.identity import JobNames, job_name
+from moevement_core.saving.identity import names_of_running_job
 from moevement_core.session.build import build_session
 from moevement_core.session.meeting import agree_on_policy, go_on, log_gradients, meet
 from moevement_core.session.rank_report import report_of
@@ -45,8 +45,11 @@ def take_up(
     if session is not None:
         go_on(session, meeting, joining)
     else:
+        names = names_of_running_job()
+        if names.rollback is not None:
+            binding.leave_out(names.rollback.left_out)
         is_as_at_start = binding.build(meeting.build_data)
-        session = build_session(binding, config, JobNames(job_name() or ""), joining=joining)
+        session = build_session(binding, config, names, joining=joining)
     joined(session, meeting.point.iteration)
     if is_survivor:
         log_gradients(session)

@@ -41,6 +41,7 @@ from moevement_core.saving.saving import (
 from moevement_core.saving.windows import WindowDecisions
 from moevement_core.saving.windows_on_disk import WindowsOnDisk
 from moevement_core.session.drill import refuse_without_wipe
+from moevement_core.session.loss_watch import LossWatch, refuse_if_unable
 from moevement_core.session.session import Session
 from moevement_core.session.speed_watch import SpeedWatch
 from moevement_core.snapshot.arena import Arena
@@ -84,6 +85,7 @@ def build_session(
     """
     is_resized = snapshots_before is not None
     refuse_without_wipe(binding, config.drill.wipe_at)
+    refuse_if_unable(config.rollback, binding)
     device = current_device()
     bind_to_device(device)  # before threads start and host memory is allocated
     flips.begin(config.drill.flips)
@@ -193,9 +195,10 @@ def build_session(
     if joining is None:
         saving.start()
     speed = SpeedWatch(device, reports, binding, config.speed)
+    loss_watch = LossWatch(config.rollback, saving, names.rollback)
     return Session(
-        binding, config, saving, speed, prepared=prepared, snapshots_before=snapshots_before or (),
-        is_first=joining is None,
+        binding, config, saving, speed=speed, loss_watch=loss_watch, prepared=prepared,
+        snapshots_before=snapshots_before or (), is_first=joining is None,
     )  # fmt: skip
 
 

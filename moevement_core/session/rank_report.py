@@ -82,6 +82,7 @@ def report_of(session: Session | None, reached: RankReport | None, place: Place 
         is_last=topology.rank == topology.world - 1,
         began_at=session.saving.began_at,
         persisted=session.saving.checkpointer.lifetime.first_needed,
+        rolls_back=rollback.reason if (rollback := session.loss_watch.pending()) is not None else "",
     )
     mark = session.commit.mark if not session.commit.torn else None
     if (distrusted := session.auditor.distrust) is not None:

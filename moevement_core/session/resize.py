@@ -155,6 +155,8 @@ def resize(resizing: Resizing, session: Session | None, config: SessionConfig, r
         torch.cuda.empty_cache()
     names = agree_on_names()
     binding = rebuilder.build(names, offers)
+    if names.rollback is not None:
+        binding.leave_out(names.rollback.left_out)
     try:
         return _resized(resizing, meeting, offers, binding=binding, config=config, names=names, rebuilder=rebuilder)
     except StateMissing as why:

@@ -30,6 +30,7 @@ from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.auditor import Auditor
 from moevement_core.session.drill import wipe_and_recover
 from moevement_core.session.handover import leave_if_asked
+from moevement_core.session.loss_watch import LossWatch
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.session.speed_watch import SpeedWatch
 from moevement_core.speed.waits import waits
@@ -50,6 +51,7 @@ class Session:
         config: flags of the job.
         saving: saving of this rank's snapshots.
         speed: watch over the speed of ranks.
+        loss_watch: watch over the loss.
         prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
         snapshots_before: snapshots from before an elastic job changed its ranks. The session frees them when a window
             has been persisted since then.
@@ -63,13 +65,14 @@ class Session:
         config: SessionConfig,
         saving: Saving,
         speed: SpeedWatch,
+        loss_watch: LossWatch,
         prepared: Prepared | None,
         snapshots_before: Sequence[FormationSnapshots] = (),
         *,
         is_first: bool,
     ) -> None:
         self.binding, self.saving, self.snapshots_before = binding, saving, snapshots_before
-        self.speed = speed
+        self.speed, self.loss_watch = speed, loss_watch
         self._drill, self._peer_timeout_s = config.drill, config.timeouts.peer_s
         self._is_elastic, self._lease_s = config.elastic.is_elastic, config.timeouts.lease_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
@@ -214,6 +217,9 @@ class Session:
             committed: number of the iteration.
             step_s: seconds that the iteration took.
             outcome: results of the iteration: ``skipped`` (True if it had no update), ``grad_norm`` and ``losses``.
+
+        Raises:
+            Exception: the loss has spiked, and the job rolls back; the exception leads to the next generation.
         """
         progress = self.saving.checkpointer.progress
         is_saving = self.saving.checkpointer.is_saving
@@ -226,6 +232,7 @@ class Session:
         )
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)
+        self.loss_watch.ended(committed, outcome)
 
     def metrics(self) -> dict[str, Any]:
         """Return the fields of a metrics line for the last iteration."""

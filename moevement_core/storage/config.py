@@ -1,11 +1,14 @@
-"""Flags of windows on disk."""
+"""Flags of windows on disk, and of the roll back to one of them after a loss spike."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moevement_core.storage.manifest import KEPT, Kept
-from moevement_core.util.flags import at_least, flag
+from moevement_core.util.flags import at_least, flag, more_than
+
+ON_SPIKE, ROLLBACK_BY = "--moevement-rollback-on-spike", "--moevement-rollback-by"
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,36 @@ class DiskConfig:
     def kept(self) -> Kept:
         """Windows that stay in the folder."""
         return Kept(self.keep, self.keep_every)
+
+
+@dataclass(frozen=True)
+class RollbackConfig:
+    """Size of a loss spike after which the job rolls back, and how far it goes back."""
+
+    on_spike: float | None = flag(
+        ON_SPIKE, type=float, metavar="FACTOR", check=more_than(1),
+        help="roll back once if the loss of an iteration is not finite, or more than FACTOR times the median of the "
+        "last 100 iterations: the job restarts from an older window on disk, and leaves out the iterations from there "
+        "up to the spike (default: never). Needs --moevement-persist-dir",
+    )  # fmt: skip
+    by: int | None = flag(
+        ROLLBACK_BY, type=int, metavar="N", check=at_least(1),
+        help=f"with {ON_SPIKE}: go back to the newest window that restores the state at least N iterations before "
+        "the spike, or to the oldest window if there is none (default: 1)",
+    )  # fmt: skip
+
+    @property
+    def is_on(self) -> bool:
+        """True if the job rolls back after a loss spike."""
+        return self.on_spike is not None
+
+    def choose(self, restorable: Collection[int], spiked: int) -> int | None:
+        """Return the iteration to which a job rolls back; None if no window restores an iteration before the spike.
+
+        Args:
+            restorable: iterations that the windows on disk restore.
+            spiked: iteration whose loss spiked.
+        """
+        earlier = [iteration for iteration in restorable if iteration < spiked]
+        far_enough = [iteration for iteration in earlier if iteration <= spiked - (self.by or 1)]
+        return max(far_enough) if far_enough else min(earlier, default=None)

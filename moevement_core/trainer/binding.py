@@ -38,6 +38,7 @@ import torch
 
 from moevement_core.audit.evidence import AuditedModel
 from moevement_core.engine.layout import OperatorState
+from moevement_core.errors import ConfigError
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
 from moevement_core.recovery.boundary_log import BoundaryLog
@@ -296,8 +297,22 @@ class Binding(ABC):
         return None
 
     def iterations_left_out(self) -> Collection[int]:
-        """Return the iterations that the user told the job to skip; they have no updates and no logs."""
+        """Return the iterations that the job skips; they have no updates and no logs."""
         return ()
+
+    def leave_out(self, iterations: Collection[int]) -> None:
+        """Skip further iterations from now on: consume their batches, and make no update.
+
+        The call is the same on all ranks. It comes before the first of these iterations, and again in each start of the
+        job and on each replacement.
+
+        Args:
+            iterations: iterations to add to :meth:`iterations_left_out`; empty to learn whether the trainer can.
+
+        Raises:
+            ConfigError: the trainer cannot leave out iterations.
+        """
+        raise ConfigError("this trainer cannot leave out iterations; implement Binding.leave_out")
 
     @abstractmethod
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:

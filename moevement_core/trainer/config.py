@@ -16,7 +16,7 @@ from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
 from moevement_core.speed.config import EVICT_SLOW, SpeedConfig
-from moevement_core.storage.config import DiskConfig
+from moevement_core.storage.config import ON_SPIKE, ROLLBACK_BY, DiskConfig, RollbackConfig
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
 from moevement_core.util.file_modes import FilesConfig, use_file_mode
@@ -46,6 +46,7 @@ class SessionConfig:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
 
     def __post_init__(self) -> None:
         strategy, disk, budget = self.strategy, self.disk, self.budget
@@ -61,6 +62,7 @@ class SessionConfig:
                 "write the experts to"
             )
         _refuse_without_folder(disk)
+        _refuse_to_roll_back(self.rollback, disk)
         if self.elastic.is_elastic:
             _refuse_in_elastic_jobs(strategy, self.speed, self.audit)
         copies = _copies(self.copies, strategy, disk)
@@ -94,6 +96,7 @@ class SessionConfig:
             elastic=from_args(ElasticConfig, args),
             speed=from_args(SpeedConfig, args),
             audit=from_args(AuditConfig, args),
+            rollback=from_args(RollbackConfig, args),
         )
 
 
@@ -160,6 +163,21 @@ def _refuse_without_folder(disk: DiskConfig) -> None:
         )
 
 
+def _refuse_to_roll_back(rollback: RollbackConfig, disk: DiskConfig) -> None:
+    """Refuse a roll back without windows to go back to.
+
+    Raises:
+        ConfigError: such a flag is given.
+    """
+    if rollback.is_on and disk.persist_dir is None:
+        raise ConfigError(
+            f"{ON_SPIKE} {rollback.on_spike:g} without --moevement-persist-dir; give a folder for the windows that the "
+            "job goes back to"
+        )
+    if rollback.by is not None and not rollback.is_on:
+        raise ConfigError(f"{ROLLBACK_BY} {rollback.by} without {ON_SPIKE}; give the size of a spike, or leave it out")
+
+
 def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:
     """Refuse flags that let a rank drop its own snapshots although parity, the disk or the lack of copies needs them.
 
@@ -196,5 +214,5 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
         )
     add_flags(
         group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
-        MetricsConfig, DrillConfig, ElasticConfig, SpeedConfig, AuditConfig,
+        MetricsConfig, DrillConfig, ElasticConfig, SpeedConfig, AuditConfig, RollbackConfig,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, override
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moevement_core.audit.evidence import AuditedModel
 from moevement_core.audit.observe import before_reductions
-from moevement_core.engine.layout import OperatorState
+from moevement_core.engine.layout import OperatorState, in_order
 from moevement_core.errors import ConfigError
 from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, StateBytes, layer_name
 from moevement_core.policy.schedule import Saved
@@ -92,6 +92,7 @@ class TorchBinding(Binding):
         self._buckets = list(_buckets(parameter for parameter in trained if id(parameter) not in is_local))
         self._logged = {id(parameter): torch.zeros_like(parameter).view(-1) for parameter in trained}
         """Gradients of the last update by the parameter's id, for redo."""
+        self._left_out = frozenset[int]()
 
     # An iteration
 
@@ -254,7 +255,18 @@ class TorchBinding(Binding):
 
     @override
     def settings(self) -> dict[str, Any]:
-        return {"world_size": dist.get_world_size(), "seed": self._seed, "optimizer": type(self.optimizer).__name__}
+        return {
+            "world_size": dist.get_world_size(), "seed": self._seed, "optimizer": type(self.optimizer).__name__,
+            "iterations_to_skip": sorted(self._left_out),
+        }  # fmt: skip
+
+    @override
+    def iterations_left_out(self) -> Collection[int]:
+        return self._left_out
+
+    @override
+    def leave_out(self, iterations: Collection[int]) -> None:
+        self._left_out |= set(iterations)
 
     # After a failure
 
@@ -358,6 +370,9 @@ class _Replay(Trainer):
 
     @override
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        if iteration in self._binding.iterations_left_out():
+            self._outcome, self._binding.iteration = {}, iteration
+            return {}
         self._binding.iteration = iteration - 1
         self._binding.forward_backward(iteration)
         before_reductions()
@@ -370,7 +385,7 @@ class _Replay(Trainer):
 
     @override
     def record(self) -> Mapping[str, Any]:
-        return {"step": self._outcome}
+        return {"step": self._outcome} if self._outcome else {}
 
 
 def operators_of(model: nn.Module) -> Iterator[OperatorParts]:
@@ -455,7 +470,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in in_order(state).items() if isinstance(value, torch.Tensor)}
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

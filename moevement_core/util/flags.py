@@ -143,6 +143,17 @@ def at_least(least: int) -> Check:
     return check
 
 
+def more_than(bound: float) -> Check:
+    """Return a check for a finite number above ``bound``; the check accepts None."""
+
+    def check(name: str, value: float | None) -> float | None:
+        if value is not None:
+            Range(bound, is_open=True).check(name, value)
+        return value
+
+    return check
+
+
 def each(check: Check, into: Callable[[Any], Any]) -> Check:
     """Return a check for a flag with several values: it calls ``check`` for each value and collects the results.
 

@@ -53,6 +53,9 @@ ELSEWHERE = {
     r"moevement windows \S+": "tests/functional/test_rollback.py::test_a_job_goes_back_to_a_window_of_choice",
     r"moevement launch .* --moevement-load \S+ --moevement-load-iteration \d+":
         "tests/functional/test_rollback.py::test_a_job_goes_back_to_a_window_of_choice",
+    r"moevement launch .* --moevement-rollback-on-spike \S+ .*":
+        "tests/functional/test_loss_spikes.py::"
+        "test_megatron_goes_back_and_saves_no_dense_checkpoint_of_what_it_left",
     r"moevement launch .* --moevement-elastic .* --moevement-expert-slots .*":
         "tests/functional/test_elastic.py::test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would",
     r"moevement launch --trainer torch .* --moevement-audit-interval 5 .*":

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moevement_cli.main import main
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.launching import finished, launch
 from tests.training import SCRIPT, flags
 
@@ -17,10 +18,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run(run_dir: Path, *words: str, spares: int) -> None:
+def run(run_dir: Path, *words: str, spares: int) -> RunRecord:
     job = launch("--nproc", "2", "--spares", str(spares), *words, "--run-dir", str(run_dir))
     code, out, err = finished(job)
     assert code == 0, out + err
+    return RunRecord(run_dir)
 
 
 @pytest.mark.slow("three jobs in a row")
@@ -33,10 +35,9 @@ def test_a_rank_is_replaced_after_a_load(layout: dict[str, Any], tmp_path: Path)
         "--moevement-window", "3",
     ]  # fmt: skip
     kept = ["--moevement-persist-dir", str(windows), "--moevement-keep-windows", "8"]
-    run(tmp_path / "free", *words, "--save", str(dense), "--save-interval", str(SAVED), *kept, spares=0)
+    free = run(tmp_path / "free", *words, "--save", str(dense), "--save-interval", str(SAVED), *kept, spares=0)
     (dense / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
     load = ["--load", str(dense), "--moevement-inject", "rank=1,iteration=13,phase=backward"]
-    run(tmp_path / "dense_only", *words, *load, spares=1)
-    run(tmp_path / "windows_too", *words, *load, "--moevement-load", str(windows), spares=1)
-    for other in ("dense_only", "windows_too"):
-        assert main(["verify", str(tmp_path / "free"), str(tmp_path / other)]) == 0
+    for name, more in {"dense": [], "window": ["--moevement-load", str(windows)]}.items():
+        record = run(tmp_path / name, *words, *load, *more, spares=1)
+        assert compare(free, record, common_iterations=True).equal

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +54,13 @@ def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
     (folder / MARKER).write_text(json.dumps({"job": job, "all": is_all}), encoding="utf-8")
 
 
-def newest_saved(save: str | None, job: str) -> int | None:
+def newest_saved(save: str | None, job: str, undone: Collection[int] = ()) -> int | None:
     """Return the iteration of the newest complete checkpoint in ``save`` that ``job`` saved with all of its state.
+
+    Args:
+        save: folder of ``--save``; None without one.
+        job: name of the job.
+        undone: iterations whose checkpoints do not count, because the job has gone back from them.
 
     Returns:
         The iteration; None if there is no such checkpoint.
@@ -67,7 +72,12 @@ def newest_saved(save: str | None, job: str) -> int | None:
         folder = Path(save) / f"iter_{step:07d}"
         with suppress(OSError, ValueError):
             marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-            if step <= int(finished) and marker == {"job": job, "all": True} and torn(folder) is None:
+            if (
+                step <= int(finished)
+                and step not in undone
+                and marker == {"job": job, "all": True}
+                and torn(folder) is None
+            ):
                 return step
     return None
 
@@ -154,7 +164,8 @@ def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
     if args.save:
         with suppress(OSError):  # The folder may be read-only, and still hold a checkpoint.
             mend_tracker(Path(args.save))
-        if (step := newest_saved(args.save, names.name)) is not None:
+        undone = names.rollback.left_out if names.rollback is not None else ()
+        if (step := newest_saved(args.save, names.name, undone)) is not None:
             return resumed(args.save, step)
     return as_at_first(args, first)
 

@@ -129,6 +129,12 @@ def test_after_corruption_no_state_of_a_distrusted_iteration_counts() -> None:
         decide([replace(distrusting, goal=None), _at(10, 0)])
 
 
+def test_one_rank_that_knows_of_a_roll_back_is_enough() -> None:
+    statuses = [_at(7, 0), replace(_at(7, 1), rolls_back="spiked"), _new(2)]
+    with pytest.raises(NothingToResume, match="spiked"):
+        decide(statuses)
+
+
 def test_nobody_follows_a_peer_of_an_earlier_start() -> None:
     old = replace(_at(8, 0), start=0)
     statuses = [old, replace(_at(7, 0), start=1), replace(_at(8, 1, begun=False, replica=1), start=1)]

@@ -16,7 +16,7 @@ from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
 from moevement_core.speed.config import SpeedConfig
-from moevement_core.storage.config import DiskConfig
+from moevement_core.storage.config import DiskConfig, RollbackConfig
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.trainer.config import add_session_flags
 from moevement_core.util.flags import add_flags, flags_of, from_args
@@ -57,6 +57,9 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
     AuditConfig: {"--moevement-audit-interval": AT_LEAST_ONE},
+    RollbackConfig: {
+        "--moevement-rollback-on-spike": Range(1.0, is_open=True), "--moevement-rollback-by": AT_LEAST_ONE,
+    },
     SpeedConfig: {"--moevement-slow-factor": Range(1.05), "--moevement-evict-slow-seconds": OR_ENDLESS},
     ElasticConfig: {"--moevement-join-wait": NOT_NEGATIVE},
     SlotsConfig: {

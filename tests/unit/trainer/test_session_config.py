@@ -35,7 +35,7 @@ FLAGS = {
     "--moevement-keep-windows-every",
     "--moevement-bandwidth", "--moevement-health-check", "--moevement-slow-factor", "--moevement-evict-slow",
     "--moevement-evict-slow-seconds", "--moevement-audit-interval", "--moevement-audit-memory",
-    "--moevement-inject-corruption",
+    "--moevement-inject-corruption", "--moevement-rollback-on-spike", "--moevement-rollback-by",
     "--moevement-health-seconds", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",
@@ -318,6 +318,8 @@ def test_copies_are_where_the_strategy_has_them() -> None:
             ["--moevement-protection", "parity:1+1"],
             r"--moevement-protection parity:1\+1.*\bcopies:R\b.*\bparity:G\+M\b",
         ),
+        (["--moevement-rollback-on-spike", "2"], r"--moevement-rollback-on-spike 2\b.*--moevement-persist-dir\b"),
+        (["--moevement-rollback-by", "2"], r"--moevement-rollback-by 2\b.*--moevement-rollback-on-spike\b"),
         (["--moevement-protection", "raid"], r"--moevement-protection raid\b.*\bcopies:R\b.*\bparity:G\+M\b"),
     ],
 )
