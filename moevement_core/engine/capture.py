@@ -177,7 +177,8 @@ class Capturer:
         on_disk = schedule.parts_of_slot(slot).on_disk
         # Peers that keep parity receive whole snapshots, because parity is a sum of whole snapshots.
         at_peers = None if self.memory.is_summed else schedule.parts_of_slot(slot).at_peers
-        held = self._own.begin(iteration, buffer, layout.contents, at_peers)
+        contents = layout.contents
+        held = self._own.add(HeldBuffer(iteration, buffer, contents, contents if at_peers is None else at_peers))
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in placed]
         places = schedule.table.index_of
 
@@ -204,10 +205,12 @@ class Capturer:
             )  # fmt: skip
             self._done(held, Snapshot(header, buffer))
 
+        def failed() -> None:
+            self._own.free([iteration])
+            self._own.end_use(held)
+
         count = len(layout.placed)
-        self.last = self._engine.start(
-            pairs[count:], pairs[:count], everything, captured, lambda: self._own.lose(iteration)
-        )
+        self.last = self._engine.start(pairs[count:], pairs[:count], everything, captured, failed)
         return True
 
     def adopt(self, snapshot: Snapshot) -> bool:
@@ -220,7 +223,7 @@ class Capturer:
             for source, target in spread(piece, list(buffer.pieces(at, piece.numel()))):
                 target.copy_(source)
             at += piece.numel()
-        held = self._own.begin(snapshot.iteration, buffer, snapshot.contents, snapshot.contents_at_peers)
+        held = self._own.add(HeldBuffer(snapshot.iteration, buffer, snapshot.contents, snapshot.contents_at_peers))
         self._done(held, Snapshot(header, buffer))
         return True
 

@@ -22,7 +22,6 @@ from moevement_core.engine.progress import CheckpointCounters
 from moevement_core.engine.replicator import Replicator
 from moevement_core.engine.room import Room
 from moevement_core.overhead.pause import Pause
-from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
 from moevement_core.replication.allowance import Allowance
@@ -30,6 +29,7 @@ from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import Agreement, Writing
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
@@ -404,7 +404,13 @@ class Checkpointer:
             return True
         acked_by = self.replicator.acked_by(snapshot)
         if self.own.keepers is not None and self.own.keepers <= set(acked_by):
-            self.own.register_remote(snapshot, acked_by)
+            known = Snapshot(snapshot.header, Buffer(), set(acked_by))
+            self.own.add(
+                HeldBuffer(
+                    snapshot.iteration, known.buffer, snapshot.contents, snapshot.contents_at_peers, users=0,
+                    snapshot=known, dropped=True,
+                )
+            )  # fmt: skip
             return True
         return self.capturer.adopt(snapshot)
 
@@ -493,14 +499,12 @@ class Checkpointer:
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = persisted = self.lifetime.first_needed
             self.own.free({*unneeded.old, *unneeded.lost})
-            if self.own.keepers is not None:  # for snapshots that a recovery was reading when peers acknowledged them
-                self.own.drop_kept_elsewhere(self.own.keepers)
             if persisted is not None:  # repeated in every call: a failure may have interrupted the last call
                 last = self._ends_at(persisted)
                 if self.replicator.free(persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
-                    self.own.free_unneeded(superseded(self.own.contents, last))
+                    self.own.free_unneeded(last)
                 if not self._paused:
                     self.room.fit(self.kept_schedules)
             self.replicator.withheld = frozenset(unneeded.withheld)

@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from moevement_core.policy.holding import superseded
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.buffer import Buffer
@@ -74,18 +72,10 @@ class OwnSnapshots:
         with self._lock:
             return iter(sorted(self._held))
 
-    def begin(self, iteration: int, buffer: Buffer, contents: Contents, at_peers: Contents | None = None) -> HeldBuffer:
-        """Register a snapshot that is being copied into ``buffer``. The capture counts as the buffer's first user.
-
-        Args:
-            iteration: iteration of the snapshot.
-            buffer: buffer of the snapshot.
-            contents: contents of the snapshot.
-            at_peers: contents that peers receive; None for all of the contents.
-        """
-        held = HeldBuffer(iteration, buffer, contents, contents if at_peers is None else at_peers)
+    def add(self, held: HeldBuffer) -> HeldBuffer:
+        """Register a snapshot, and return it. While it is being copied, its capture is the buffer's first user."""
         with self._lock:
-            self._held[iteration] = held
+            self._held[held.iteration] = held
         return held
 
     def captured(self, held: HeldBuffer, snapshot: Snapshot, acked_by: Iterable[int]) -> None:
@@ -93,14 +83,6 @@ class OwnSnapshots:
         snapshot.acknowledged.update(acked_by)
         with self._lock:
             held.snapshot = snapshot
-
-    def lose(self, iteration: int) -> None:
-        """Remove a snapshot whose capture failed, and release its buffer."""
-        with self._lock:
-            held = self._held.pop(iteration)
-            self._read.add(held)
-            held.freed = True
-        self.end_use(held)
 
     def begin_use(self, held: HeldBuffer) -> Snapshot | None:
         """Register a reader of the buffer; return the snapshot, or None if it was freed or dropped before this call."""
@@ -130,22 +112,22 @@ class OwnSnapshots:
                 else:
                     self._read.add(held)
 
-    def free_unneeded(self, unneeded: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+    def free_unneeded(self, last: int) -> None:
         """Free parts of snapshots that no restore point needs.
 
         The method skips a snapshot that has readers; the caller repeats the call in the next iteration.
 
         Args:
-            unneeded: operators to free, by iteration, bool ``[operators]``.
+            last: iteration of the last snapshot of the persisted run.
         """
         with self._lock:
-            for iteration, operators in unneeded.items():
-                held = self._held.get(iteration)
-                if held is None or held.snapshot is None or held.users or held.dropped:
-                    continue
-                held.snapshot, ranges = held.snapshot.without(operators)
-                held.contents = held.at_peers = held.snapshot.contents
-                self.arena.release_parts(held.buffer, ranges)
+            here = {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
+            for iteration, operators in superseded(here, last).items():
+                held = self._held[iteration]
+                if held.snapshot is not None and not held.users:
+                    held.snapshot, ranges = held.snapshot.without(operators)
+                    held.contents = held.at_peers = held.snapshot.contents
+                    self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
         """Return a lease of ``SS_iteration``, which keeps its buffer unchanged; None without this snapshot."""
@@ -163,38 +145,19 @@ class OwnSnapshots:
             if (held := self._held.get(snapshot.iteration)) and held.holds(snapshot):
                 self._drop_if_kept_elsewhere(held)
 
-    def drop_kept_elsewhere(self, peers: Collection[int]) -> int:
-        """Drop the snapshots that all ``peers`` hold; return the number of snapshots dropped."""
+    def leave_to(self, keepers: frozenset[int]) -> int:
+        """Drop each snapshot that all ``keepers`` hold, now and from now on; return the number of those dropped now."""
         with self._lock:
-            wanted = [candidate for candidate in self._held.values() if candidate.is_here and not candidate.users]
-            dropped = [
-                candidate
-                for candidate in wanted
-                if candidate.snapshot and set(peers) <= candidate.snapshot.acknowledged
-            ]
-            for held in dropped:
-                self._drop(held)
-            return len(dropped)
+            self.keepers = keepers
+            return sum(self._drop_if_kept_elsewhere(held) for held in self._held.values())
 
-    def register_remote(self, snapshot: Snapshot, peers: Iterable[int]) -> None:
-        """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
-        known = Snapshot(snapshot.header, Buffer(), set(peers))
-        with self._lock:
-            self._held[snapshot.iteration] = HeldBuffer(
-                snapshot.iteration, known.buffer, snapshot.contents, snapshot.contents_at_peers, users=0,
-                snapshot=known, dropped=True,
-            )  # fmt: skip
-
-    def _drop_if_kept_elsewhere(self, held: HeldBuffer) -> None:
-        if self.keepers is None or held.users or held.freed or not held.is_here:
-            return
-        assert held.snapshot is not None
-        if self.keepers <= held.snapshot.acknowledged:
-            self._drop(held)
-
-    def _drop(self, held: HeldBuffer) -> None:
-        held.dropped = True
-        self.arena.release(held.buffer)
+    def _drop_if_kept_elsewhere(self, held: HeldBuffer) -> bool:
+        if self.keepers is None or held.users or held.freed or held.dropped or held.snapshot is None:
+            return False
+        if is_kept := self.keepers <= held.snapshot.acknowledged:
+            held.dropped = True
+            self.arena.release(held.buffer)
+        return is_kept
 
     def undelivered(self, snapshot: Snapshot) -> None:
         """Record that a peer will never have ``snapshot``."""
@@ -214,12 +177,6 @@ class OwnSnapshots:
         """Return the buffers of all snapshots, including freed snapshots that some thread still reads."""
         with self._lock:
             return [held.buffer for held in (*self._held.values(), *self._read)]
-
-    @property
-    def contents(self) -> dict[int, Contents]:
-        """Return the contents of the captured snapshots that this rank still has, by iteration."""
-        with self._lock:
-            return {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
 
     def deliverable(self, peers: Collection[int]) -> dict[int, Contents]:
         """Return the snapshots that all ``peers`` have or may still receive.
@@ -260,9 +217,10 @@ class OwnSnapshots:
             Captured snapshots that this rank still has, oldest first.
         """
         with self._lock:
-            broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
-        for iteration in broken:
-            self.lose(iteration)
+            broken = [held for held in self._held.values() if held.snapshot is None]
+        for held in broken:
+            self.free([held.iteration])
+            self.end_use(held)
         with self._lock:
             kept = [held for _, held in sorted(self._held.items())]
             for held in kept:

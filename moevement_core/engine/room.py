@@ -169,8 +169,7 @@ class Room:
         if not self._may_give_up_own or not self._memory.keeps_own_copies or len(peers) < FEWEST_COPIES:
             return
         self._memory.keeps_own_copies = False
-        self._own.keepers = frozenset(peers)
-        count = self._own.drop_kept_elsewhere(peers)
+        count = self._own.leave_to(frozenset(peers))
         self._report(
             f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB), so this rank drops each of its own "
             f"snapshots when all peers have it; it dropped {count} of them now"

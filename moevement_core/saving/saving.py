@@ -142,9 +142,6 @@ class Saving:
             keeps_own_copies=self.checkpointer.memory.keeps_own_copies, failures=windows.failures, worth=windows.worth,
         )  # fmt: skip
 
-    def _warn_of_copies(self) -> None:
-        warn_of_copies(self.topology, self.reports)
-
     # Once an iteration
 
     def decide(self, committed: int) -> None:
@@ -209,14 +206,6 @@ class Saving:
                 is_updated=iteration == committed and bool(record["iteration"]), may_wait=is_first,
             )  # fmt: skip
 
-    def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
-        """Return what a strategy has learned, as :func:`learned_record` does.
-
-        Args:
-            strategy: strategy that has learned; None for the current strategy.
-        """
-        return learned_record(strategy or self.windows.strategy)
-
     def discard_after(self, iteration: int) -> None:
         """Discard decisions and snapshots after ``iteration``. Called when a recovery has lost the later updates."""
         now = generation()
@@ -234,11 +223,6 @@ class Saving:
         """Return True if the allowance for host memory suffices for a copy of this rank's whole state."""
         nbytes = sum(tensor.nbytes for state in self.parts.states.values() for tensor in state.full)
         return self.allowance.total_bytes - sum(map(self.allowance.of, (OWN, LOG))) >= nbytes
-
-    @property
-    def has_persisted(self) -> bool:
-        """True if the ranks have agreed that a window is persisted on every rank."""
-        return self.checkpointer.progress.persisted is not None
 
     def recapture(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Capture ``SS_iteration`` anew, while a recovery executes iterations again.
@@ -258,9 +242,9 @@ class Saving:
             return
         if record and has_gradients:
             self.checkpointer.log_gradients(iteration, is_replayed=True)
-        boundary = self._binding.boundary_copy()
+        boundary, learned = self._binding.boundary_copy(), learned_record(self.windows.strategy)
         self.checkpointer.take(
-            iteration, {"boundary": boundary, "iteration": record, **self.learned()}, is_updated=bool(record)
+            iteration, {"boundary": boundary, "iteration": record, **learned}, is_updated=bool(record)
         )
         self.checkpointer.wait()
 
@@ -324,7 +308,7 @@ class Saving:
         self.topology = self.windows.topology = self.disk.topology = connect(
             self._config, self._binding, self.topology, is_running=True
         )
-        self._warn_of_copies()
+        warn_of_copies(self.topology, self.reports)
         checkpointer.room.make_for_kept(checkpointer.kept_schedules)
         has = ask_peers(self.topology, self._keeps())
         before = checkpointer.replicator.stores
@@ -361,7 +345,7 @@ class Saving:
         record = {
             "boundary": self._binding.boundary_copy(),
             "iteration": {},
-            **self.learned(strategy_of(self._config.strategy, self._binding, self.topology)),
+            **learned_record(strategy_of(self._config.strategy, self._binding, self.topology)),
         }
         for iteration in filter(self.checkpointer.history.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)

@@ -117,7 +117,7 @@ class Resizing:
             results=None if mark is None else recut.results(mark.iteration),
             snapshots=[
                 FormationSnapshots.in_memory(snapshots, self.formation, layout.rank),
-                *(() if session.saving.has_persisted else session.snapshots_before),
+                *(session.snapshots_before if session.saving.checkpointer.progress.persisted is None else ()),
             ],
         )
 

@@ -23,7 +23,7 @@ from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import has_committed, refuse_if_interrupted, vote
-from moevement_core.saving.saving import Saving
+from moevement_core.saving.saving import Saving, learned_record
 from moevement_core.saving.stage_policy import Policy
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.saving.totals import Totals, summary
@@ -131,7 +131,7 @@ class Session:
         """
         saving = self.saving
         observer.observer.before_iteration(self, committed)
-        if saving.has_persisted:
+        if saving.checkpointer.progress.persisted is not None:
             self.snapshots_before = ()
         injection.at(Phase.START)
         if observer.observer.is_capturing:
@@ -155,7 +155,8 @@ class Session:
         boundary = self.binding.boundary_copy()
         self._mark_begun(committed, boundary)
         self._forget_before(saving.oldest_needed(committed))
-        record = {"boundary": boundary, "iteration": self.records.of_last(committed), **saving.learned()}
+        learned = learned_record(saving.windows.strategy)
+        record = {"boundary": boundary, "iteration": self.records.of_last(committed), **learned}
         saving.capture(committed, record, is_first=self._is_first)
         self._is_first = False
         self.binding.plan_exit(committed, is_winding_down=saving.checkpointer.progress.is_winding_down)

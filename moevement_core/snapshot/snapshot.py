@@ -245,10 +245,6 @@ class Snapshot:
         """Return the raw bytes of one tensor: a view, or a copy if the bytes are in several pieces."""
         return self.buffer.view(entry.offset, entry.nbytes)
 
-    def digest_now(self, entry: Entry) -> str:
-        """Return the digest of one tensor's bytes as they are in the buffer now."""
-        return digest_of(*self.buffer.pieces(entry.offset, entry.nbytes))
-
     def in_order(self) -> list[Entry]:
         """Return the entries in the order of the buffer."""
         return [entry for run in _runs(self.header.entries) for entry in run]
@@ -328,7 +324,8 @@ class Snapshot:
 
     def damaged(self) -> Entry | None:
         """Return the first tensor whose bytes do not match their digest; None if all match."""
-        return next((e for e in self.header.entries if self.digest_now(e) != e.digest), None)
+        entries, pieces = self.header.entries, self.buffer.pieces
+        return next((e for e in entries if digest_of(*pieces(e.offset, e.nbytes)) != e.digest), None)
 
     def check(self, where: str) -> None:
         """Refuse a snapshot whose bytes differ from the captured bytes.
