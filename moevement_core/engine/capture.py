@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from moevement_core.comms import plain
-from moevement_core.device import Device, DeviceEvent
-from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
+from moevement_core.device import Device
+from moevement_core.engine.gradients import GradientLog
+from moevement_core.engine.layout import Layouts, OperatorState
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import HeldBuffer, OwnSnapshots
+from moevement_core.engine.progress import CheckpointCounters
 from moevement_core.errors import SnapshotError
 from moevement_core.overhead.pause import Pause
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.snapshot.arena import in_pages
-from moevement_core.snapshot.buffer import Buffer, spread
+from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.copies import Capture, copy_engine
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
@@ -34,16 +35,6 @@ from moevement_core.snapshot.snapshot import (
 from moevement_core.snapshot.whole import begin_whole
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopiedGradients:
-    """Gradients of one update, copied into the buffer of the snapshot that will hold them."""
-
-    iteration: int
-    schedule: str
-    buffer: Buffer
-    copies: Capture
-
-
 class Capturer:
     """Maker of one rank's snapshots: it copies live state into buffers. Every method is for the training thread.
 
@@ -54,6 +45,7 @@ class Capturer:
         device: device of the live tensors.
         memory: computation of the host memory that this rank's snapshots need.
         done: function that the capture thread calls with each captured snapshot.
+        progress: counters of this rank's checkpointing.
         pause: switch that stops the digests of the capture thread in some iterations, so that the job can measure what
             saving costs. None: the digests never stop.
     """
@@ -66,93 +58,30 @@ class Capturer:
         device: Device,
         memory: SnapshotMemory,
         done: Callable[[HeldBuffer, Snapshot], None],
+        progress: CheckpointCounters,
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
         """Capture of the snapshot that began right before the current iteration; None if no snapshot began then."""
-        self.last_logged: Capture | None = None
-        """Capture of the gradients for the snapshot of :attr:`last`; None if that snapshot holds no gradients."""
         self.arena = own.arena
         self.memory = memory
-        self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
+        self._rank, self._states, self._own, self._done = rank, states, own, done
         self._layouts = Layouts(states)
         self._engine = copy_engine(device, pause)
-        self._logged: CopiedGradients | None = None
+        self.gradients = GradientLog(
+            self._layouts, self._engine, self.arena, memory=memory, device=device, progress=progress
+        )
         self._copied_bytes, self._copy_s = 0, 0.0
-
-    def logs_gradients(self, iteration: int, schedule: Schedule) -> bool:
-        """Return True if ``SS_iteration`` holds gradients of this rank's operators."""
-        return bool(self._layouts.of(schedule, schedule.slot(iteration)).gradients)
-
-    def log(self, iteration: int, schedule: Schedule, ready: DeviceEvent | None = None) -> bool:
-        """Begin to copy the gradients of ``iteration``'s update into the buffer of ``SS_iteration``.
-
-        The caller must not change the gradients before :meth:`order_after_gradient_copies`.
-
-        Args:
-            iteration: iteration of the update.
-            schedule: schedule of the snapshot.
-            ready: event after which the live tensors hold the gradients; None if they do so after the work that has
-                been issued on the current stream so far.
-
-        Returns:
-            True if a buffer was free.
-        """
-        if self.has_logged(iteration, schedule):
-            return True
-        self.drop_logged()
-        layout = self._layouts.of(schedule, schedule.slot(iteration))
-        if (buffer := self._buffer(layout)) is None:
-            return False
-        pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in layout.gradients]
-        copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None, ready=ready)
-        self._logged = CopiedGradients(iteration, schedule.id, buffer, copies)
-        return True
-
-    def has_logged(self, iteration: int, schedule: Schedule) -> bool:
-        """Return True if :meth:`log` has begun to copy the gradients for ``SS_iteration`` under ``schedule``."""
-        logged = self._logged
-        return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
-
-    def mark_gradients(self) -> DeviceEvent:
-        """Return an event after the work issued so far, which the caller later passes to :meth:`log` as ``ready``."""
-        mark = self._device.event()
-        mark.record()
-        return mark
-
-    def order_after_gradient_copies(self) -> float:
-        """Order later work of the current stream after the copies of gradients; return the seconds of stall.
-
-        On a GPU the host waits only until the copies are issued; see :meth:`Capture.order_after_copies`.
-        """
-        copies = self._logged.copies if self._logged is not None else self.last_logged
-        return copies.order_after_copies() if copies is not None else 0.0
-
-    @property
-    def buffers(self) -> list[Buffer]:
-        """Return the buffer with logged gradients, as a list; empty if no gradients wait for their snapshot."""
-        return [self._logged.buffer] if self._logged is not None else []
-
-    def drop_logged(self) -> None:
-        """Release the logged gradients, because their snapshot will not be captured."""
-        logged, self._logged = self._logged, None
-        if logged is not None:
-            self._engine.end_pause()
-            logged.copies.finished.wait()
-            self.arena.release(logged.buffer)
 
     def has_room(self, iteration: int, schedule: Schedule) -> bool:
         """Return True if host memory for ``SS_iteration`` is free."""
         layout = self._layouts.of(schedule, schedule.slot(iteration))
         return self.arena.available >= in_pages(layout.nbytes + self.memory.record_bytes)
 
-    def _buffer(self, layout: SlotLayout) -> Buffer | None:
-        return self.arena.acquire(layout.nbytes + self.memory.record_bytes)
-
     def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: Collection[str]) -> bool:
         """Begin to capture ``SS_iteration``; return True if a buffer was free. See :meth:`Checkpointer.capture`.
 
-        The snapshot holds gradients only if :meth:`log` has copied the gradients of this iteration.
+        The snapshot holds gradients only if :attr:`gradients` has copied those of this iteration.
 
         Raises:
             SnapshotError: the record is larger than the memory set aside for it, or an earlier copy failed.
@@ -167,13 +96,11 @@ class Capturer:
             )
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
-        logged = self._logged if self.has_logged(iteration, schedule) else None
+        logged = self.gradients.take(iteration, schedule)
         # No code may be between acquiring and registering the buffer: an interruption there leaves it without an owner.
-        buffer = logged.buffer if logged is not None else self._buffer(layout)
+        buffer = logged.buffer if logged is not None else self.arena.acquire(layout.nbytes + self.memory.record_bytes)
         if buffer is None:
             return False
-        if logged is not None:
-            self._logged, self.last_logged = None, logged.copies
         on_disk = schedule.parts_of_slot(slot).on_disk
         # Peers that keep parity receive whole snapshots, because parity is a sum of whole snapshots.
         at_peers = None if self.memory.is_summed else schedule.parts_of_slot(slot).at_peers
@@ -239,8 +166,8 @@ class Capturer:
 
     @property
     def parts(self) -> list[Capture]:
-        """Captures :attr:`last_logged` and :attr:`last`, which together make up a snapshot; each only if it is set."""
-        return [copies for copies in (self.last_logged, self.last) if copies is not None]
+        """Captures of gradients and :attr:`last`, which together make up a snapshot; each only if it is set."""
+        return [copies for copies in (self.gradients.last, self.last) if copies is not None]
 
     def copy_rate(self) -> float:
         """Return the mean rate of all copies so far in bytes per second; infinite before the first copy."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from moevement_core.device import Device, DeviceEvent
+from moevement_core.device import Device
 from moevement_core.engine.capture import Capturer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime, RunSpan
@@ -30,7 +30,7 @@ from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import Agreement, Writing
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
 from moevement_core.util.iterations import is_newer
@@ -99,11 +99,13 @@ class Checkpointer:
         self.history, self.memory, self.own = history, memory, own
         self._keep_where_said([sender.peer for sender in senders])
         self.replicator = Replicator(self.own, senders, receivers, has or {})
-        self.capturer = Capturer(
-            rank, states, own=self.own, device=device, memory=memory, done=self._captured, pause=pause
-        )
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = CheckpointCounters(persisted=self.lifetime.first_needed)
+        self.capturer = Capturer(
+            rank, states, own=own, device=device, memory=memory, done=self._captured, progress=self.progress,
+            pause=pause,
+        )  # fmt: skip
+        self.gradients = self.capturer.gradients
         self._agreement, self._allowance = agreement, allowance
         self._report = report
         self.room = Room(
@@ -121,14 +123,6 @@ class Checkpointer:
         """First snapshot of the first window that :attr:`_writer` writes."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
-        self._waited_s = 0.0
-        """Seconds that training has waited for copies of gradients since the last :meth:`wait_for_gradient_copies`."""
-        self._live: int | None = None
-        """Iteration whose gradients the live tensors hold; None if they hold those of no iteration."""
-        self._gone: int | None = None
-        """Newest iteration whose gradients were overwritten; None before the first."""
-        self._final: DeviceEvent | None = None
-        """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
         self.room.make_for_kept(self.kept_schedules)
 
     def _is_whole(self, run: RecoverableRun) -> bool:
@@ -175,72 +169,38 @@ class Checkpointer:
         """
         self._learn(iteration)
         self._measure()
-        self.capturer.last = self.capturer.last_logged = None
+        self.capturer.last = self.gradients.last = None
         if iteration in self.own:
-            self.capturer.drop_logged()
+            self.gradients.drop()
             return  # this rank captured the snapshot before a failure, and the job now repeats the iteration
         if not self.history.takes(iteration) or not self._may_take(iteration):
             return
         if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated, may_wait=may_wait):
             self._abandon(iteration)
 
-    # Gradients of the newest update
-
-    def mark_gradients(self) -> None:
-        """Record that the gradients of the next update are final; return without waiting.
-
-        On a GPU the copies of gradients then run beside the update instead of after it.
-        """
-        self._final = self.capturer.mark_gradients()
-
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
         """Begin to copy the gradients of ``iteration``'s update, if the schedule logs them.
 
-        Call this method after the update and before :meth:`wait_for_gradient_copies`, after which the trainer
-        overwrites the gradients.
+        Call this method after the update and before :meth:`GradientLog.wait`, after which the trainer overwrites the
+        gradients.
 
         Args:
             iteration: iteration whose gradients are in the live tensors.
             is_replayed: True if a recovery executed the iteration again, so that its gradients are live again.
         """
-        final, self._final = self._final, None
-        if not is_replayed and not is_newer(iteration, self._gone):
+        if not self.gradients.begin(iteration, is_replayed=is_replayed):
             return
-        self._live = iteration
         if iteration in self.own or not self.history.takes(iteration):
             return
         schedule = self.history.at(iteration)
-        if self.capturer.logs_gradients(iteration, schedule) and self._may_take(iteration):
-            self._log(iteration, schedule, None if is_replayed else final)
+        if self.gradients.are_due(iteration, schedule) and self._may_take(iteration):
+            self._log(iteration, schedule)
 
-    def wait_for_gradient_copies(self, iteration: int) -> float:
-        """Block until the current stream may overwrite the gradients of ``iteration``; return the seconds of stall.
-
-        After this call the trainer overwrites the gradients. On a GPU the host waits only until the copies are issued;
-        the stream waits for their end.
-        """
-        self.end_gradients()
-        stall_s, self._waited_s = self._waited_s, 0.0
-        self.progress.gradient_stall_s = stall_s
-        self._gone = iteration
-        return stall_s
-
-    def end_gradients(self) -> None:
-        """Block until the current stream may overwrite the logged gradients.
-
-        A trainer calls this method only if it overwrites gradients before its call of
-        :meth:`wait_for_gradient_copies`. That later call then returns the stall of both methods. Gradients that were
-        not logged before the call of this method are lost.
-        """
-        self._final = None
-        self._waited_s += self.capturer.order_after_gradient_copies()
-        self._live = None
-
-    def _log(self, iteration: int, schedule: Schedule, ready: DeviceEvent | None = None) -> bool:
-        if self.capturer.log(iteration, schedule, ready):
+    def _log(self, iteration: int, schedule: Schedule) -> bool:
+        if self.gradients.copy(iteration, schedule):
             return True
         self.room.make_beside(self._persisted_bytes(), schedule)
-        return self.capturer.log(iteration, schedule, ready)
+        return self.gradients.copy(iteration, schedule)
 
     def _may_take(self, iteration: int) -> bool:
         """Return True if snapshots are not paused. End a pause first, if memory for a whole window is free now."""
@@ -284,12 +244,12 @@ class Checkpointer:
         """
         schedule = self.history.at(iteration)
         state = iteration if state is None else state
-        if is_updated and self.capturer.logs_gradients(iteration, schedule):
-            is_logged = self.capturer.has_logged(iteration, schedule)
-            if not is_logged and not (self._live == iteration and self._log(iteration, schedule)):
+        if is_updated and self.gradients.are_due(iteration, schedule):
+            is_logged = self.gradients.has(iteration, schedule)
+            if not is_logged and not (self.gradients.live == iteration and self._log(iteration, schedule)):
                 return False  # the gradients are overwritten, or no buffer was free
         else:
-            self.capturer.drop_logged()  # an earlier schedule wanted these gradients
+            self.gradients.drop()  # an earlier schedule wanted these gradients
         if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
             return True
         self.room.make_beside(self._persisted_bytes(), schedule)
@@ -310,8 +270,8 @@ class Checkpointer:
         """Leave out ``SS_iteration``, to measure the cost of saving; all ranks call this instead of :meth:`capture`."""
         self._learn(iteration)
         self._measure()
-        self.capturer.drop_logged()
-        self.capturer.last = self.capturer.last_logged = None
+        self.gradients.drop()
+        self.capturer.last = self.gradients.last = None
 
     def wait(self) -> float:
         """Block until the live tensors are copied; return the seconds of stall. Called before the optimizer step."""
@@ -326,11 +286,6 @@ class Checkpointer:
     # Kept snapshots and their memory
 
     @property
-    def needed(self) -> RunSpan | None:
-        """Newest recoverable run that all peers have; None without such a run."""
-        return self.lifetime.persisted
-
-    @property
     def oldest_needed(self) -> int | None:
         """First snapshot of the persisted run; before there is one, the oldest snapshot of this rank, or None."""
         first = self.lifetime.first_needed
@@ -342,7 +297,7 @@ class Checkpointer:
         return self.history.since(self.lifetime.first_needed)
 
     @property
-    def persisted(self) -> dict[int, Any]:
+    def _persisted(self) -> dict[int, Any]:
         """Return the contents of snapshots that all peers have, by iteration; without peers, of all own snapshots."""
         return self.own.acked_by(self.replicator.peers)
 
@@ -351,7 +306,7 @@ class Checkpointer:
         """True if a snapshot was captured at the beginning of this iteration, or is being captured, sent or written."""
         return (
             self.capturer.last is not None
-            or bool(self.own.deliverable(self.replicator.peers).keys() - self.persisted.keys())
+            or bool(self.own.deliverable(self.replicator.peers).keys() - self._persisted.keys())
             or (self._writer is not None and self._writer.writing is Writing.BUSY)
         )
 
@@ -368,27 +323,6 @@ class Checkpointer:
         ``writer`` is None, nothing is written from now on.
         """
         self._writer, self._written_from = writer, first
-
-    def lease(self, first: int, last: int, stores: Sequence[PeerStore]) -> list[SnapshotLease] | None:
-        """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
-
-        A lease of a snapshot keeps the snapshot in memory, unchanged, until the caller releases the lease.
-
-        Returns:
-            None if a snapshot is missing, or if the persisted run of this stage ends after ``last``, as it does right
-            after a reorder.
-        """
-        if is_newer(self.lifetime.last_needed, last):
-            return None
-        taken = [iteration for iteration in range(first, last + 1) if self.history.takes(iteration)]
-        leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in taken]
-        leased += [store.lease(iteration) for store in stores for iteration in taken]
-        whole = [lease for lease in leased if lease is not None]
-        if len(whole) == len(leased):
-            return whole
-        for lease in whole:
-            lease.release()
-        return None
 
     # After a failure
 
@@ -451,7 +385,7 @@ class Checkpointer:
         self.capturer.reset()
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
-        self.own.arena.reclaim([*self.own.buffers, *self.capturer.buffers])
+        self.own.arena.reclaim([*self.own.buffers, *self.gradients.buffers])
         self._agreement, self._paused = agreement, False
         self.progress.is_winding_down = False  # a replacement does not know of an earlier agreement
         self.replicator.rewire(senders, receivers, has, former)
@@ -489,7 +423,7 @@ class Checkpointer:
     def _learn(self, iteration: int) -> None:
         """Apply the agreement of the previous iteration, then propose statuses of this rank's runs for the next one."""
         self._take_in()
-        statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted)
+        statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self._persisted)
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _take_in(self) -> None:
@@ -575,5 +509,5 @@ class Checkpointer:
             progress.whole_cpu_s = capture.whole_cpu_s
         captured = self.own.snapshots
         if captured:
-            progress.lag = max(captured) - max(self.persisted, default=min(captured) - 1)
+            progress.lag = max(captured) - max(self._persisted, default=min(captured) - 1)
         progress.memory_bytes = self.own.arena.nbytes + self.replicator.memory_bytes

@@ -138,7 +138,7 @@ class Saving:
         return Policy(
             window_start, schedules=self.checkpointer.history.all, learned=windows.strategy.learned(),
             settled=windows.strategy.settled, announced=self.watch.announced, began_at=self.began_at,
-            disk_job=self.disk.job_name, needed=self.checkpointer.needed,
+            disk_job=self.disk.job_name, needed=self.checkpointer.lifetime.persisted,
             keeps_own_copies=self.checkpointer.memory.keeps_own_copies, failures=windows.failures, worth=windows.worth,
         )  # fmt: skip
 
@@ -257,7 +257,7 @@ class Saving:
         """
         reach = max(map(self.windows.iterations_logged, self.checkpointer.history.all))
         planned = committed + 2 - reach
-        if (run := self.checkpointer.needed) is None:
+        if (run := self.checkpointer.lifetime.persisted) is None:
             return planned
         first, last = run
         return max(planned, last if self.checkpointer.history.at(first).restores_last else first)
@@ -277,9 +277,8 @@ class Saving:
 
     def policy(self) -> Policy:
         """Return the newest decisions that this rank has completed. After a failure, ranks send them to each other."""
-        return replace(
-            self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
-        )
+        needed = self.checkpointer.lifetime.persisted
+        return replace(self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=needed)
 
     def _keeps(self) -> Copies:
         """Return the snapshots that this rank keeps for other ranks."""

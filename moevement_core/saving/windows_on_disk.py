@@ -12,6 +12,7 @@ from pathlib import Path
 from moevement_core.comms.exchange import all_gather_objects, from_rank_zero
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import ConfigError
+from moevement_core.replication.peer_store import PeerStore
 from moevement_core.run.events import WindowsNotOnDisk, WindowsOnDiskAgain
 from moevement_core.saving.folder import (
     RECOVERY_PATIENCE_S,
@@ -274,7 +275,7 @@ class WindowsOnDisk:
             job=self.job_name,
             settings=self._binding.settings(),
             arithmetic=arithmetic_of_all(),
-            lease=lambda first, last: self._checkpointer.lease(first, last, elsewhere),
+            lease=lambda first, last: self._lease(first, last, elsewhere),
             progress_of=lambda snapshot: snapshot.record()["boundary"]["progress"],
             report=self._reports.report,
             taken_over=lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
@@ -284,6 +285,26 @@ class WindowsOnDisk:
             leaves_out=(leaves_out := self._config.strategy.persisted is not None),
             keep=self._keep if leaves_out else None,
         )
+
+    def _lease(self, first: int, last: int, stores: Sequence[PeerStore]) -> list[SnapshotLease] | None:
+        """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
+
+        Returns:
+            None if a snapshot is missing, or if the persisted run of this stage ends after ``last``, as it does right
+            after a reorder.
+        """
+        checkpointer = self._checkpointer
+        if is_newer(checkpointer.lifetime.last_needed, last):
+            return None
+        taken = [iteration for iteration in range(first, last + 1) if checkpointer.history.takes(iteration)]
+        leased: list[SnapshotLease | None] = [checkpointer.own.lease(iteration) for iteration in taken]
+        leased += [store.lease(iteration) for store in stores for iteration in taken]
+        whole = [lease for lease in leased if lease is not None]
+        if len(whole) == len(leased):
+            return whole
+        for lease in whole:
+            lease.release()
+        return None
 
 
 def _least(writing: Writing) -> Writing:

@@ -106,4 +106,4 @@ def log_gradients(session: Session) -> None:
         return
     if mark.iteration not in session.binding.iterations_left_out():
         session.saving.checkpointer.log_gradients(mark.iteration)
-    session.saving.checkpointer.wait_for_gradient_copies(mark.iteration)
+    session.saving.checkpointer.gradients.wait(mark.iteration)

@@ -132,7 +132,7 @@ class SecondExecution:
         first = self._completed(self._first, iteration)
         parts.checkpointer.wait()
         parts.checkpointer.capturer.settle()
-        parts.checkpointer.wait_for_gradient_copies(iteration)
+        parts.checkpointer.gradients.wait(iteration)
         boundary, plan = binding.boundary_copy(), self._prepared(audited).own_plan
         assert plan is not None
         record = self._records.of_last(iteration) or self._records.known(iteration).get(iteration)

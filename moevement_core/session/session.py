@@ -77,9 +77,9 @@ class Session:
         self._is_elastic, self._lease_s = config.elastic.is_elastic, config.timeouts.lease_s
         injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
-        self.commit.updating = saving.checkpointer.mark_gradients
+        self.commit.updating = saving.checkpointer.gradients.mark
         self.commit.updated = self._log_gradients
-        self.commit.overwriting = saving.checkpointer.end_gradients
+        self.commit.overwriting = saving.checkpointer.gradients.end
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(saving, self.records)
         self.auditor = Auditor(
@@ -146,7 +146,7 @@ class Session:
         began = time.perf_counter()
         if not observer.observer.is_capturing:
             saving.checkpointer.pause(committed)
-            saving.checkpointer.wait_for_gradient_copies(committed)
+            saving.checkpointer.gradients.wait(committed)
             self.totals.last_begin_s = 0.0
             self._watch_speed(committed)
             return
@@ -163,7 +163,7 @@ class Session:
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders, saving.windows.worth)
-        gradient_stall_s = saving.checkpointer.wait_for_gradient_copies(committed)  # the trainer clears gradients next
+        gradient_stall_s = saving.checkpointer.gradients.wait(committed)  # the trainer clears gradients next
         self.totals.stall_s += gradient_stall_s
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
         begin_s = time.perf_counter() - began

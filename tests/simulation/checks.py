@@ -241,7 +241,7 @@ class Checks:
                 )
         arena = checkpointer.own.arena
         used = sum(extent.memory.numel() for buffer in checkpointer.own.buffers for extent in buffer.extents)
-        logged = sum(extent.memory.numel() for buffer in checkpointer.capturer.buffers for extent in buffer.extents)
+        logged = sum(extent.memory.numel() for buffer in checkpointer.gradients.buffers for extent in buffer.extents)
         if used + logged + arena.available != arena.nbytes:
             lost = (arena.nbytes - used - logged - arena.available) // PAGE
             raise Violation(f"{process.name} has lost {lost} pages of its arena")

@@ -161,10 +161,11 @@ class Job:
         """Wait until every captured snapshot is acknowledged, or until the remaining ones wait for memory of a peer."""
         deadline = time.monotonic() + timeout_s
         for rank in self.members:
+            own, peers = rank.checkpointer.own, rank.checkpointer.replicator.peers
             had, since = -1, time.monotonic()
-            while rank.checkpointer.persisted.keys() != rank.checkpointer.own._held.keys():
+            while (acknowledged := own.acked_by(peers)).keys() != own._held.keys():
                 assert time.monotonic() < deadline, f"rank {rank.number}: {rank.reports}"
-                if (now := len(rank.checkpointer.persisted)) != had:
+                if (now := len(acknowledged)) != had:
                     had, since = now, time.monotonic()
                 if time.monotonic() - since > 0.5 and any(sender.is_full for sender in rank.senders):
                     break

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -594,38 +594,35 @@ def test_the_bytes_of_a_run_are_those_of_its_snapshots_also_with_an_interval() -
         assert memory.run_bytes((schedule, slot) for slot in slots) == sum(whole[slot] for slot in slots)
 
 
-class _Logs:
-    """Capturer that records the mark from which gradients are copied."""
+class _Marks:
+    """Device that keeps the events from which gradients are copied."""
 
     def __init__(self) -> None:
-        self.marks: list[object] = []
-        self.logged: list[object] = []
+        self.events: list[Mock] = []
 
-    def mark_gradients(self) -> object:
-        self.marks.append(object())
-        return self.marks[-1]
-
-    def logs_gradients(self, iteration: int, schedule: object) -> bool:
-        return True
-
-    def log(self, iteration: int, schedule: object, ready: object) -> bool:
-        self.logged.append(ready)
-        return True
-
-    def order_after_gradient_copies(self) -> float:
-        return 0.0
+    def event(self) -> Mock:
+        self.events.append(Mock())
+        return self.events[-1]
 
 
 def test_gradients_are_copied_from_the_mark_of_their_own_update_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with job(ranks=1, replicas=0) as training, monkeypatch.context() as patch:
-        checkpointer, logs = training.members[0].checkpointer, _Logs()
-        patch.setattr(checkpointer, "capturer", logs)
-        checkpointer.mark_gradients()
+        checkpointer, marks, ready = training.members[0].checkpointer, _Marks(), list[object]()
+
+        def copy(iteration: int, schedule: object) -> bool:
+            ready.append(gradients._ready)
+            return True
+
+        gradients = checkpointer.gradients
+        patch.setattr(gradients, "_device", marks)
+        patch.setattr(gradients, "are_due", lambda iteration, schedule: True)
+        patch.setattr(gradients, "copy", copy)
+        gradients.mark()
         checkpointer.log_gradients(1)
-        checkpointer.mark_gradients()
-        checkpointer.wait_for_gradient_copies(1)  # never logged
+        gradients.mark()
+        gradients.wait(1)  # never logged
         checkpointer.log_gradients(2)
-        checkpointer.mark_gradients()
+        gradients.mark()
         checkpointer.log_gradients(2, is_replayed=True)
         checkpointer.log_gradients(3)
-    assert logs.logged == [logs.marks[0], None, None, None]
+    assert ready == [marks.events[0], None, None, None]
