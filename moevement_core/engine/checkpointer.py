@@ -436,7 +436,7 @@ class Checkpointer:
             if persisted is not None:  # repeated in every call: a failure may have interrupted the last call
                 last = self._ends_at(persisted)
                 if self.replicator.free(persisted, last):
-                    self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
+                    self._allowance.forget_sources(but={store.memory.key for store in self.replicator.stores})
                 if last is not None:
                     self.own.free_unneeded(last)
                 if not self._paused:

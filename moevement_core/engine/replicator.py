@@ -48,7 +48,7 @@ class Replicator:
     @property
     def memory_bytes(self) -> int:
         """Bytes of host memory set aside for copies of other ranks' snapshots."""
-        return sum(store.memory_bytes for store in self.stores)
+        return sum(memory.arena.nbytes for memory in {store.memory for store in self.stores})
 
     def open(self, nbytes: int) -> None:
         """Ask every peer to set ``nbytes`` of host memory aside for this rank's snapshots."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from moevement_core.replication.allowance import Who
+from moevement_core.replication.store_memory import StoreMemory
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.util.iterations import is_newer
 
@@ -16,20 +16,13 @@ class PeerStore(ABC):
 
     Args:
         source: rank whose snapshots are kept.
+        memory: host memory of the store.
     """
 
-    def __init__(self, source: int) -> None:
-        self.source = source
+    def __init__(self, source: int, memory: StoreMemory) -> None:
+        self.source, self.memory = source, memory
         self.handed_over: Snapshot | None = None
         """Whole state of the source, which has left its rank; None unless the source has handed it to this rank."""
-        self.growing = threading.Lock()
-        """Lock for changes of this store's memory. A receiver holds it from its comparison of the allocated and the
-        requested memory until it has allocated or freed memory."""
-
-    @property
-    def key(self) -> Who:
-        """Key of this store's memory in the :class:`~moevement_core.replication.allowance.Allowance`."""
-        return self.source
 
     @property
     def key_of_handover(self) -> Who:
@@ -53,20 +46,6 @@ class PeerStore(ABC):
         """
         if is_newer(self.floor, iteration):
             self.floor = iteration
-
-    def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
-        """Return True if one of ``others`` uses the same memory as this store, so that a total counts it once."""
-        return self in others
-
-    @property
-    @abstractmethod
-    def memory_bytes(self) -> int:
-        """Bytes of host memory allocated for this source."""
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of host memory promised to the source: allocated now, or later when a snapshot arrives."""
-        return self.memory_bytes
 
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
@@ -99,26 +78,3 @@ class PeerStore(ABC):
     @abstractmethod
     def drop(self, first: int, count: int) -> None:
         """Free the snapshots of ``count`` iterations from ``first`` on."""
-
-    @abstractmethod
-    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` seconds until ``nbytes`` bytes are free."""
-
-    @abstractmethod
-    def make_room(self, nbytes: int) -> None:
-        """Allocate memory up to a total of ``nbytes`` bytes.
-
-        Raises:
-            RuntimeError: the host has too little memory.
-        """
-
-    @abstractmethod
-    def need(self, nbytes: int) -> None:
-        """Record that the source needs exactly ``nbytes`` bytes from now on, so that :meth:`trim` may free the rest."""
-
-    @abstractmethod
-    def trim(self) -> bool:
-        """Free unused memory beyond what the source needs; return True if any was freed.
-
-        One call frees only a part of this memory, so the receiver's thread calls the method after every message.
-        """

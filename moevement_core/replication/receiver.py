@@ -45,8 +45,6 @@ class Receiver(ABC):
         self.cpu_s = 0.0
         """Processor seconds of the receiver's thread."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
-        if store.room_bytes:
-            allowance.keep(store.key, store.room_bytes)
         self._thread = threading.Thread(target=self._run, name=f"moevement-receive-{store.source}", daemon=True)
         self._thread.start()
 
@@ -93,39 +91,34 @@ class Receiver(ABC):
                 )
 
     def _open(self, message: Message) -> MessageKind:
-        with self.store.growing:
-            self.store.need(message.payload_bytes)
+        with self.store.memory.growing:
+            self.store.memory.need(self.store.source, message.payload_bytes)
             return self._make_room(message.payload_bytes)
 
     def _trim(self) -> None:
         """Free memory that the source no longer needs, on the receiver's thread, so that training never waits."""
-        with self.store.growing:
-            if self.store.trim():
-                self._allowance.keep(self.store.key, self._room_bytes())
+        memory = self.store.memory
+        with memory.growing:
+            if memory.trim():
+                self._allowance.keep(memory.key, memory.room_bytes)
 
     def _make_room(self, wanted: int) -> MessageKind:
-        store = self.store
-        if self._room_bytes() >= wanted:
-            return (
-                MessageKind.GO
-            )  # a repeated request after a failure, or the same request from another member of a group
-        if not self._allowance.take(store.key, wanted):
+        memory, source = self.store.memory, self.store.source
+        if memory.room_bytes >= wanted:
+            return MessageKind.GO  # repeated after a failure, or the same request from another member of a group
+        if not self._allowance.take(memory.key, wanted):
             self._report(
-                f"rank {store.source} requests {wanted / 1e9:.3f} GB of host memory for its copies; this rank has "
-                f"{self._allowance.left_for(store.key) / 1e9:.3f} GB left for them"
+                f"rank {source} requests {wanted / 1e9:.3f} GB of host memory for its copies; this rank has "
+                f"{self._allowance.left_for(memory.key) / 1e9:.3f} GB left for them"
             )
             return MessageKind.REFUSED
         try:
-            store.make_room(wanted)
+            memory.grow(wanted)
         except RuntimeError as error:
-            self._allowance.keep(store.key, self._room_bytes())
-            self._report(f"no memory could be allocated for copies of rank {store.source}: {_first_line(error)}")
+            self._allowance.keep(memory.key, memory.room_bytes)
+            self._report(f"no memory could be allocated for copies of rank {source}: {_first_line(error)}")
             return MessageKind.REFUSED
         return MessageKind.GO
-
-    def _room_bytes(self) -> int:
-        """Return the bytes of host memory that this rank has promised to the source."""
-        return self.store.room_bytes
 
     def _take_over(self, message: Message) -> MessageKind:
         """Receive the whole state of the source, which leaves its rank, and return the last answer.
@@ -209,16 +202,11 @@ class Receiver(ABC):
 class CopyReceiver(Receiver):
     """Receiver that keeps a whole copy of every snapshot."""
 
-    def __init__(
-        self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
-    ) -> None:
-        self._copies = store
-        super().__init__(rank, store, transport=transport, allowance=allowance, report=report)
+    store: ReplicaStore
 
     @override
     def _checked(self, header: Header, message: Message) -> Header:
-        if header.payload_bytes > self._copies.room_bytes:
-            room = self._copies.room_bytes
+        if header.payload_bytes > (room := self.store.memory.room_bytes):
             raise SnapshotError(
                 f"it has {header.payload_bytes} bytes, but this rank has set aside only {room} bytes for all copies of "
                 "that rank"
@@ -227,12 +215,12 @@ class CopyReceiver(Receiver):
 
     @override
     def _take_in(self, header: Header, message: Message) -> None:
-        store = self._copies
+        store, memory = self.store, self.store.memory
         room = store.begin(message.iteration, message.payload_bytes)
-        if room is None and store.room_bytes > store.memory_bytes:
+        if room is None and memory.room_bytes > memory.arena.nbytes:
             room = self._bring_back(message)
         if room is None:
-            store.wait_for_room(message.payload_bytes, PATIENCE_S)
+            memory.arena.wait_for(message.payload_bytes, PATIENCE_S)
             room = store.begin(message.iteration, message.payload_bytes)
         if room is None:
             self._say(MessageKind.FULL, message.iteration)
@@ -242,11 +230,11 @@ class CopyReceiver(Receiver):
             for piece in room.pieces(0, message.payload_bytes):
                 self._transport.receive(store.source, TO_PEER, piece)
         except Exception:  # the source was lost during the transfer; the next generation reuses the memory
-            store.give_up(room)
+            memory.arena.release(room)
             raise
         snapshot = Snapshot(header, room)
         if damaged := snapshot.damaged():
-            store.give_up(room)
+            memory.arena.release(room)
             self._report_damaged(header.iteration, damaged)
             self._say(MessageKind.DAMAGED, message.iteration)
             return
@@ -255,10 +243,10 @@ class CopyReceiver(Receiver):
 
     def _bring_back(self, message: Message) -> Buffer | None:
         try:
-            self._copies.reallocate(message.payload_bytes)
+            self.store.memory.reallocate(message.payload_bytes)
         except RuntimeError as error:
             self._report(f"no memory could be allocated for copies of rank {self.store.source}: {_first_line(error)}")
-        return self._copies.begin(message.iteration, message.payload_bytes)
+        return self.store.begin(message.iteration, message.payload_bytes)
 
 
 def _first_line(error: BaseException) -> str:

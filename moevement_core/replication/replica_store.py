@@ -8,8 +8,10 @@ from typing import override
 
 from moevement_core.device import Device
 from moevement_core.policy.holding import superseded
+from moevement_core.replication.allowance import Who
 from moevement_core.replication.peer_store import PeerStore
-from moevement_core.snapshot.arena import Arena, in_pages
+from moevement_core.replication.store_memory import StoreMemory
+from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.util.iterations import newest_of
@@ -24,6 +26,47 @@ class _Replica:
     freed: bool = False
 
 
+class ReplicaMemory(StoreMemory):
+    """Host memory for the copies of one source."""
+
+    def __init__(self, key: Who, device: Device) -> None:
+        super().__init__(key, device)
+        self._promised = 0
+        """Bytes promised to the source. Some of this memory may be released; it is allocated again on demand."""
+        self._is_fitting = False
+        """True while :meth:`trim` still has memory to free."""
+
+    @property
+    @override
+    def room_bytes(self) -> int:
+        return max(self.arena.nbytes, self._promised)
+
+    @override
+    def grow(self, nbytes: int) -> None:
+        super().grow(nbytes)
+        self._promised, self._is_fitting = nbytes, False
+
+    @override
+    def need(self, source: int, nbytes: int) -> None:
+        if nbytes != self._promised and nbytes <= self.room_bytes:
+            self._promised, self._is_fitting = nbytes, True
+            self.arena.watch()
+
+    @override
+    def trim(self) -> bool:
+        before = self.arena.nbytes
+        self._is_fitting = self._is_fitting and self.arena.fit(self._promised)
+        return self.arena.nbytes < before
+
+    def reallocate(self, nbytes: int) -> None:
+        """Allocate released memory again, for a snapshot of ``nbytes`` bytes, up to the promised total.
+
+        Raises:
+            RuntimeError: the host has too little memory.
+        """
+        self.arena.grow(min(self._promised, self.arena.nbytes + in_pages(nbytes)))
+
+
 class ReplicaStore(PeerStore):
     """Store of the copies of one source. Any thread may use it.
 
@@ -32,25 +75,12 @@ class ReplicaStore(PeerStore):
         device: device whose host memory holds the copies.
     """
 
+    memory: ReplicaMemory
+
     def __init__(self, source: int, device: Device) -> None:
-        super().__init__(source)
-        self._arena = Arena(device)
-        self._promised = 0
-        """Bytes promised to the source. The store may release some of this memory, and allocates it again on demand."""
-        self._is_fitting = False
-        """True while :meth:`trim` still has memory to free."""
+        super().__init__(source, ReplicaMemory(source, device))
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of host memory allocated for this source."""
-        return self._arena.nbytes
-
-    @property
-    @override
-    def room_bytes(self) -> int:
-        return max(self._arena.nbytes, self._promised)
 
     def snapshots(self) -> dict[int, Snapshot]:
         """Return the kept snapshots by iteration. All of them arrived whole."""
@@ -92,32 +122,7 @@ class ReplicaStore(PeerStore):
                 replica = self._replicas[iteration]
                 if not replica.readers:  # a later call frees the parts of a snapshot that has readers now
                     replica.snapshot, ranges = replica.snapshot.without(unneeded)
-                    self._arena.release_parts(replica.snapshot.buffer, ranges)
-
-    @override
-    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
-        self._arena.wait_for(nbytes, timeout_s)
-
-    def make_room(self, nbytes: int) -> None:
-        """Allocate memory up to a total of ``nbytes`` bytes.
-
-        Raises:
-            RuntimeError: the host has too little memory.
-        """
-        self._arena.grow(nbytes)
-        self._promised, self._is_fitting = nbytes, False
-
-    @override
-    def need(self, nbytes: int) -> None:
-        if nbytes != self._promised and nbytes <= self.room_bytes:
-            self._promised, self._is_fitting = nbytes, True
-            self._arena.watch()
-
-    @override
-    def trim(self) -> bool:
-        before = self._arena.nbytes
-        self._is_fitting = self._is_fitting and self._arena.fit(self._promised)
-        return self._arena.nbytes < before
+                    self.memory.arena.release_parts(replica.snapshot.buffer, ranges)
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
         """Return memory for ``SS_iteration``, which is about to arrive; None if too little memory is free.
@@ -127,19 +132,7 @@ class ReplicaStore(PeerStore):
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
-        return self._arena.acquire(nbytes)
-
-    def reallocate(self, nbytes: int) -> None:
-        """Allocate released memory again, for a snapshot of ``nbytes`` bytes, up to the promised total.
-
-        Raises:
-            RuntimeError: the host has too little memory.
-        """
-        self._arena.grow(min(self._promised, self._arena.nbytes + in_pages(nbytes)))
-
-    def give_up(self, buffer: Buffer) -> None:
-        """Release the buffer of a snapshot that did not arrive whole."""
-        self._arena.release(buffer)
+        return self.memory.arena.acquire(nbytes)
 
     def add(self, snapshot: Snapshot) -> None:
         """Add a snapshot that arrived whole.
@@ -150,7 +143,7 @@ class ReplicaStore(PeerStore):
             if self.accepts(snapshot.iteration):
                 self._replicas[snapshot.iteration] = _Replica(snapshot)
             else:
-                self._arena.release(snapshot.buffer)
+                self.memory.arena.release(snapshot.buffer)
 
     def _give_back(self, replica: _Replica) -> None:
         with self._lock:
@@ -165,4 +158,4 @@ class ReplicaStore(PeerStore):
 
     def _release_unless_read(self, replica: _Replica) -> None:
         if replica.freed and not replica.readers:
-            self._arena.release(replica.snapshot.buffer)
+            self.memory.arena.release(replica.snapshot.buffer)

@@ -79,7 +79,7 @@ class Peers:
         if transport is None:
             self.senders = []
             return [], []
-        allowance.forget_sources(but={store.key for store in before})
+        allowance.forget_sources(but={store.memory.key for store in before})
         receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
             Sender(
@@ -110,33 +110,34 @@ class Peers:
     def _receivers(
         self, topology: Topology, transport: Transport, allowance: Allowance, before: Sequence[PeerStore]
     ) -> list[Receiver]:
-        rank, receivers = topology.rank, list[Receiver]()
+        rank, stores, receivers = topology.rank, self._stores(topology, before), list[Receiver]()
+        for memory in {store.memory for store in stores}:
+            if memory.room_bytes:
+                allowance.keep(memory.key, memory.room_bytes)
+        for store in stores:
+            if isinstance(store, MemberStore):
+                receivers.append(ParityReceiver(rank, store, transport, allowance=allowance, report=self._report))
+            else:
+                receivers.append(CopyReceiver(rank, store, transport, allowance=allowance, report=self._report))
+        return receivers
+
+    def _stores(self, topology: Topology, before: Sequence[PeerStore]) -> list[MemberStore | ReplicaStore]:
+        """Return a store for each rank whose snapshots this rank keeps, from an earlier generation if there is one."""
+        rank, stores = topology.rank, list[MemberStore | ReplicaStore]()
         for group in topology.groups:
             if rank not in group.holders:
                 continue
             kept = (
                 former.group for former in before if isinstance(former, MemberStore) and former.group.group == group
             )
-            store = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
-            receivers += [
-                ParityReceiver(
-                    rank,
-                    store=MemberStore(source, store),
-                    transport=transport,
-                    allowance=allowance,
-                    report=self._report,
-                )
-                for source in group.members
-            ]
+            parity = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
+            stores += [MemberStore(source, parity) for source in group.members]
         for source in topology.sources if not topology.groups else ():
             former_stores = (
                 former for former in before if isinstance(former, ReplicaStore) and former.source == source
             )
-            copies = next(former_stores, None) or ReplicaStore(source, self._device)
-            receivers.append(
-                CopyReceiver(rank, store=copies, transport=transport, allowance=allowance, report=self._report)
-            )
-        return receivers
+            stores.append(next(former_stores, None) or ReplicaStore(source, self._device))
+        return stores
 
     def refuse_without_copies(self, topology: Topology, timeout_s: float, replicas: int | None) -> None:
         """Refuse to start a job in which a peer has no host memory for copies. Every rank calls it.

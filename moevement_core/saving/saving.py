@@ -312,9 +312,9 @@ class Saving:
         has = ask_peers(self.topology, self._keeps())
         before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
-        current = {receiver.store for receiver in receivers}
+        current = {receiver.store.memory for receiver in receivers}
         # An owner may have other peers now. Its copies on this rank stay useful until the new peers have copies.
-        others = [store for store in before if not store.shares_memory_with(current)]
+        others = [store for store in before if store.memory not in current]
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()
 

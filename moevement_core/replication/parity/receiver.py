@@ -6,10 +6,8 @@ from typing import override
 
 import torch
 
-from moevement_core.comms.transport import Transport
-from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.parity.store import MemberStore, Stripe
-from moevement_core.replication.receiver import PATIENCE_S, Receiver, Report
+from moevement_core.replication.receiver import PATIENCE_S, Receiver
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Message, MessageKind, checksum
 from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.blocks import block_bytes, blocks_of
@@ -23,22 +21,14 @@ class ParityReceiver(Receiver):
     whose flag is set. So after an interrupted transfer it sends only the blocks that did not arrive whole.
     """
 
-    def __init__(
-        self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report
-    ) -> None:
-        self._member = store
-        super().__init__(rank, store, transport=transport, allowance=allowance, report=report)
-
-    @override
-    def _room_bytes(self) -> int:
-        return self._member.group.arena.nbytes
+    store: MemberStore
 
     @override
     def _take_in(self, header: Header, message: Message) -> None:
-        group, source = self._member.group, self._member.source
+        group, source = self.store.group, self.store.source
         stripe = group.begin(source, header)
         if stripe is None:
-            self._member.wait_for_room(header.payload_bytes, PATIENCE_S)
+            group.memory.arena.wait_for(header.payload_bytes, PATIENCE_S)
             stripe = group.begin(source, header)
         if stripe is None and self._grow(header.payload_bytes):
             stripe = group.begin(source, header)
@@ -53,7 +43,7 @@ class ParityReceiver(Receiver):
 
     def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
         """Receive and add the blocks that the sum lacks; return True if the sum then contains the whole snapshot."""
-        group, source, blocks = self._member.group, self._member.source, blocks_of(header)
+        group, source, blocks = self.store.group, self.store.source, blocks_of(header)
         wanted = sorted(stripe.missing.get(source, ()))
         if not wanted:
             return True
@@ -84,17 +74,17 @@ class ParityReceiver(Receiver):
         A sum is as large as the largest snapshot in it. So if different members have the largest snapshot in different
         iterations, all sums together need more memory than any single member has requested.
         """
-        arena, key = self._member.group.arena, self._member.key
-        with self._member.growing:
+        memory, arena = self.store.memory, self.store.memory.arena
+        with memory.growing:
             if arena.available >= in_pages(nbytes):
                 return True  # the receiver of another member has allocated it
             wanted = arena.nbytes + in_pages(nbytes)
-            if not self._allowance.take(key, wanted):
+            if not self._allowance.take(memory.key, wanted):
                 return False
             try:
-                arena.grow(wanted)
+                memory.grow(wanted)
             except RuntimeError:
-                self._allowance.keep(key, arena.nbytes)
+                self._allowance.keep(memory.key, arena.nbytes)
                 return False
-            self._member.need(wanted)
+            memory.need(self.store.source, wanted)
             return True

@@ -8,20 +8,19 @@ header. A sum that contains the snapshots of all members never changes again, so
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import override
 
 import torch
 
 from moevement_core.device import Device
-from moevement_core.replication.allowance import Who
 from moevement_core.replication.parity.code import coefficients
 from moevement_core.replication.parity.field import add_product
 from moevement_core.replication.parity.groups import Group
 from moevement_core.replication.parity.staging import Staging
 from moevement_core.replication.peer_store import PeerStore
-from moevement_core.snapshot.arena import Arena
+from moevement_core.replication.store_memory import StoreMemory
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, digest_of
@@ -51,6 +50,36 @@ class Stripe:
         return {source: header for source, header in self.headers.items() if source not in self.missing}
 
 
+class GroupMemory(StoreMemory):
+    """Host memory for the parity of one group.
+
+    Args:
+        members: ranks of the group.
+        device: device whose host memory is allocated.
+    """
+
+    def __init__(self, members: tuple[int, ...], device: Device) -> None:
+        super().__init__(members, device)
+        self._members = members
+        self._needed: dict[int, int] = {}
+        """Bytes that each member needs: its last request, or the larger total that its receiver allocated later."""
+
+    @override
+    def need(self, source: int, nbytes: int) -> None:
+        self._needed[source] = nbytes
+
+    @override
+    def trim(self) -> bool:
+        """Free memory beyond the largest need of a member; return True if any was freed.
+
+        The method frees nothing until every member has asked for memory, because the largest need is unknown before.
+        """
+        needed, before = list(self._needed.values()), self.arena.nbytes
+        if len(needed) == len(self._members) and before > (most := max(needed)):
+            self.arena.shrink(most)
+        return self.arena.nbytes < before
+
+
 class GroupStore:
     """Store of one group's parity. Any thread may use it.
 
@@ -64,15 +93,10 @@ class GroupStore:
         self.group, self.number = group, number
         self.floor: int | None = None
         """Iteration of the oldest stripe that is kept; None if all are."""
-        self.arena, self.staging = Arena(device), Staging()
+        self.memory, self.staging = GroupMemory(group.members, device), Staging()
         self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
-        self._needed: dict[int, int] = {}
-        """Bytes that each member needs: its last request, or the larger total that its receiver allocated later."""
-        self.growing = threading.Lock()
-        """Lock for changes of this store's memory. A receiver holds it from its comparison of the allocated and the
-        requested memory until it has allocated or freed memory."""
 
     def stripes(self) -> list[Stripe]:
         """Return the stripes without partly received snapshots, by ascending iteration."""
@@ -197,25 +221,8 @@ class GroupStore:
             for iteration in iterations:
                 self._release(iteration)
 
-    def need(self, source: int, nbytes: int) -> None:
-        """Record that ``source`` needs ``nbytes`` bytes from now on."""
-        with self._lock:
-            self._needed[source] = nbytes
-
-    def trim(self) -> bool:
-        """Free memory beyond the largest need of a member; return True if any was freed.
-
-        The method frees nothing until every member has asked for memory, because the largest need is unknown before.
-        """
-        with self._lock:
-            needed = dict(self._needed)
-        before = self.arena.nbytes
-        if len(needed) == len(self.group.members) and before > (most := max(needed.values())):
-            self.arena.shrink(most)
-        return self.arena.nbytes < before
-
     def _zeros(self, nbytes: int) -> Buffer | None:
-        buffer = self.arena.acquire(nbytes)
+        buffer = self.memory.arena.acquire(nbytes)
         for extent in buffer.extents if buffer is not None else ():
             extent.memory.zero_()
         return buffer
@@ -227,7 +234,7 @@ class GroupStore:
 
     def _release_unless_used(self, stripe: Stripe) -> None:
         if stripe.freed and not stripe.users:
-            self.arena.release(stripe.total)
+            self.memory.arena.release(stripe.total)
 
 
 class MemberStore(PeerStore):
@@ -239,24 +246,8 @@ class MemberStore(PeerStore):
     """
 
     def __init__(self, source: int, group: GroupStore) -> None:
-        super().__init__(source)
+        super().__init__(source, group.memory)
         self.group = group
-        self.growing = group.growing
-
-    @property
-    @override
-    def key(self) -> Who:
-        return self.group.group.members
-
-    @override
-    def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
-        return any(isinstance(other, MemberStore) and other.group is self.group for other in others)
-
-    @property
-    @override
-    def memory_bytes(self) -> int:
-        """Bytes of the group's memory if this is its first member, else 0, so that a total counts them once."""
-        return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
     @override
@@ -291,22 +282,6 @@ class MemberStore(PeerStore):
     @override
     def drop(self, first: int, count: int) -> None:
         self.group.drop(self.source, first, count)
-
-    @override
-    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
-        self.group.arena.wait_for(nbytes, timeout_s)
-
-    @override
-    def make_room(self, nbytes: int) -> None:
-        self.group.arena.grow(nbytes)
-
-    @override
-    def need(self, nbytes: int) -> None:
-        self.group.need(self.source, nbytes)
-
-    @override
-    def trim(self) -> bool:
-        return self.group.trim()
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -16,7 +16,7 @@ from tests.unit.recovery.toy import Toy
 @pytest.fixture
 def store() -> ReplicaStore:
     replicas = ReplicaStore(0, CpuDevice())
-    replicas.make_room(1 << 20)
+    replicas.memory.grow(1 << 20)
     return replicas
 
 
@@ -45,26 +45,26 @@ def test_what_is_given_back_stays_promised_and_comes_again_for_a_snapshot(monkey
     monkeypatch.setattr(arenas, "SMALLEST_SLAB", PAGE)
     monkeypatch.setattr(arenas, "WATCHED", 3)
     store = ReplicaStore(0, CpuDevice())
-    store.need(20 * PAGE)
-    store.make_room(20 * PAGE)
-    assert not store.trim(), "nothing else was asked for"
-    store.need(8 * PAGE)
-    assert store.trim()
-    assert store.memory_bytes == store.room_bytes == 8 * PAGE
+    store.memory.need(0, 20 * PAGE)
+    store.memory.grow(20 * PAGE)
+    assert not store.memory.trim(), "nothing else was asked for"
+    store.memory.need(0, 8 * PAGE)
+    assert store.memory.trim()
+    assert store.memory.arena.nbytes == store.memory.room_bytes == 8 * PAGE
     for _ in range(3):
         buffer = store.begin(0, 3 * PAGE)
         assert buffer is not None
-        store.give_up(buffer)
-    assert store.trim()
-    assert (store.memory_bytes, store.room_bytes) == (3 * PAGE, 8 * PAGE)
-    assert not store.trim()
+        store.memory.arena.release(buffer)
+    assert store.memory.trim()
+    assert (store.memory.arena.nbytes, store.memory.room_bytes) == (3 * PAGE, 8 * PAGE)
+    assert not store.memory.trim()
     held = store.begin(0, 2 * PAGE)
     assert held is not None
     assert store.begin(1, 6 * PAGE) is None
-    store.reallocate(6 * PAGE)
-    assert store.memory_bytes == 8 * PAGE, "no more than that"
+    store.memory.reallocate(6 * PAGE)
+    assert store.memory.arena.nbytes == 8 * PAGE, "no more than that"
     assert store.begin(1, 6 * PAGE) is not None
-    store.need(9 * PAGE)
-    assert store.room_bytes == 8 * PAGE, "who refuses more keeps what was promised"
-    store.need(8 * PAGE)
-    assert not store.trim()
+    store.memory.need(0, 9 * PAGE)
+    assert store.memory.room_bytes == 8 * PAGE, "who refuses more keeps what was promised"
+    store.memory.need(0, 8 * PAGE)
+    assert not store.memory.trim()

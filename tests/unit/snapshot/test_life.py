@@ -105,7 +105,7 @@ def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_
             own = rank.checkpointer.own
             assert not own.snapshots
             assert own.arena.available == own.arena.nbytes, "all peers have everything"
-            assert own.arena.nbytes < rank.receivers[0].store.memory_bytes
+            assert own.arena.nbytes < rank.receivers[0].store.memory.arena.nbytes
             assert rank.persisted >= training.iteration - 7
             assert rank.checkpointer.progress.abandoned == 0
         training.wire.stopped[1] = threading.Event()
@@ -183,7 +183,8 @@ def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(
                 assert rank.checkpointer.progress.abandoned == 0
                 assert rank.checkpointer._allowance.of(OWN) == here, "as much may be taken"
                 assert rank.checkpointer.room.asked_bytes == at_peer
-                assert [receiver._allowance.of(receiver.store.key) for receiver in rank.receivers] == [at_peer] * 2
+                taken = [receiver._allowance.of(receiver.store.memory.key) for receiver in rank.receivers]
+                assert taken == [at_peer] * 2
             for own, others in memory_of(training):
                 assert own <= (here - 2 * PAGE if keeps_own_copies else here), "nothing for lag where none comes"
                 assert others <= 2 * at_peer
@@ -350,7 +351,7 @@ def test_a_source_that_asks_for_more_than_its_allowance_is_refused() -> None:
         assert re.search(r"^rank 0\b.*\bGB\b.*\b0\.000 GB\b", "\n".join(training.members[1].reports), re.MULTILINE)
         assert any(re.search(r"\bpeer 1\b.*\brank 0\b.*\bhost memory\b", text) for text in training.members[0].reports)
         assert training.members[0].checkpointer.progress.persisted is None
-        assert all(receiver.store.memory_bytes == 0 for rank in training.members for receiver in rank.receivers)
+        assert all(receiver.store.memory.arena.nbytes == 0 for rank in training.members for receiver in rank.receivers)
 
 
 def stranger(training: Job) -> Loopback:

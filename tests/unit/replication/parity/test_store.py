@@ -19,7 +19,7 @@ from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sums import places_in_sums
 from moevement_core.recovery.take_part import summed
 from moevement_core.replication.parity.groups import Groups, make_groups
-from moevement_core.replication.parity.store import GroupStore, MemberStore, Stripe
+from moevement_core.replication.parity.store import GroupStore, Stripe
 from moevement_core.snapshot import arena
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.blocks import blocks_of
@@ -68,7 +68,7 @@ class Nodes:
         for group in self.groups:
             for number, holder in enumerate(group.holders):
                 store = GroupStore(group, number, CpuDevice())
-                store.arena.grow(400 * PAGE)
+                store.memory.arena.grow(400 * PAGE)
                 self.stores[holder].append(store)
 
     def lose(self, rank: int) -> None:
@@ -207,7 +207,7 @@ def test_another_snapshot_of_the_same_iteration_begins_a_new_sum() -> None:
     assert store.stripes(), "a member that is not in it cannot take it away"
     store.drop(first, 0, 1)
     assert not store.stripes()
-    assert store.arena.available == store.arena.nbytes, "nothing is lost of the memory"
+    assert store.memory.arena.available == store.memory.arena.nbytes, "nothing is lost of the memory"
 
 
 def test_damaged_parity_is_found_and_not_used() -> None:
@@ -256,14 +256,14 @@ def test_members_of_other_sizes_add_at_the_same_time() -> None:
 def test_memory_is_one_block_for_the_group_and_where_there_is_none_a_snapshot_has_no_room() -> None:
     group = make_groups(range(3), 2, 1)[-1]
     store = GroupStore(group, 0, CpuDevice())
-    store.arena.grow(2 * PAGE)
+    store.memory.arena.grow(2 * PAGE)
 
     def header(rank: int, iteration: int, nbytes: int) -> Header:
         return Header(rank, iteration, "s", 0, "2", (Entry("o", Saved.FULL, "w", "uint8", 0, nbytes, "", 0),), None, 0)
 
     first, second = group.members
     assert store.begin(first, header(first, 0, 10)) is store.begin(second, header(second, 0, PAGE)) is not None
-    assert store.arena.available == PAGE
+    assert store.memory.arena.available == PAGE
     assert store.begin(first, header(first, 1, PAGE + 1)) is None
     assert store.begin(second, header(second, 0, PAGE)) is not None
 
@@ -272,15 +272,15 @@ def test_memory_goes_back_when_every_member_needs_less(monkeypatch: pytest.Monke
     monkeypatch.setattr(arena, "SMALLEST_SLAB", PAGE)
     group = make_groups(range(3), 2, 1)[-1]
     store = GroupStore(group, 0, CpuDevice())
-    first, second = (MemberStore(source, store) for source in group.members)
-    first.need(9 * PAGE)
-    first.make_room(9 * PAGE)
-    assert not first.trim(), "the other has not said what it needs"
-    second.need(6 * PAGE)
-    first.need(2 * PAGE)
-    assert first.trim()
-    assert store.arena.nbytes == 6 * PAGE
-    second.need(PAGE)
-    assert second.trim()
-    assert store.arena.nbytes == 2 * PAGE
-    assert not first.trim()
+    (first, second), memory = group.members, store.memory
+    memory.need(first, 9 * PAGE)
+    memory.grow(9 * PAGE)
+    assert not memory.trim(), "the other has not said what it needs"
+    memory.need(second, 6 * PAGE)
+    memory.need(first, 2 * PAGE)
+    assert memory.trim()
+    assert memory.arena.nbytes == 6 * PAGE
+    memory.need(second, PAGE)
+    assert memory.trim()
+    assert memory.arena.nbytes == 2 * PAGE
+    assert not memory.trim()
