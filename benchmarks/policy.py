@@ -65,7 +65,7 @@ def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
     def decide() -> None:
         new_order = order_operators(table, counts)
         schedule = SparseSchedule(table, new_order, choose_window(table, new_order, budget, kind))
-        _ = schedule.slot_of_operator, schedule.id, schedule.contents(1)
+        _ = schedule.slot_of_operator, schedule.id, schedule.contents_of_slot(1)
 
     algorithm_1_s = _median(
         lambda: find_window_size(

@@ -80,7 +80,7 @@ def window() -> Figure:
     rows = len(schedule.table)
     axes.set(xlim=(-1.45, len(snapshots) + 0.05), ylim=(-1.0, rows + 0.75))
     for column, iteration in enumerate(snapshots):
-        contents = schedule.contents(int(iteration))
+        contents = schedule.contents_of_slot(schedule.slot(int(iteration)))
         assert contents is not None, "the schedule of the diagram captures a snapshot in every iteration"
         for row, place in enumerate(schedule.order):
             colour, text = _HELD[Saved(int(contents[place]))]

@@ -23,7 +23,7 @@ from moevement_core.engine.replicator import Replicator
 from moevement_core.engine.room import Room
 from moevement_core.overhead.pause import Pause
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Schedule, ScheduleHistory, last_of_run
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
@@ -134,7 +134,7 @@ class Checkpointer:
         """
         if not run.is_redone or run.first < self.history.oldest.start:
             return True
-        return run.last >= self.history.at(run.first).last_of_run(run.first)
+        return run.last >= last_of_run(self.history.at(run.first), run.first)
 
     # Once an iteration
 
@@ -451,7 +451,7 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.learn(agreed.writing)
                 if persisted is not None and persisted >= self._written_from:
-                    self._writer.begin(persisted, self.history.at(persisted).last_of_run(persisted))
+                    self._writer.begin(persisted, last_of_run(self.history.at(persisted), persisted))
 
     def _ends_at(self, first: int) -> int | None:
         """Return the last snapshot of the persisted run, equal on all ranks; None if only whole snapshots are freed.
@@ -463,16 +463,16 @@ class Checkpointer:
             return None
         schedule = self.history.at(first)
         # Schedules that leave experts out free no parts: a restore may need older versions of the left-out experts.
-        return schedule.last_of_run(first) if schedule.supersedes else None
+        return last_of_run(schedule, first) if schedule.supersedes else None
 
     def _longest_end(self, first: int) -> int:
         """Return the last snapshot that a run from ``first`` may have on any rank.
 
         A run that crosses a change of the schedule may be longer, and by another length on each stage.
         """
-        last = self.history.at(first).last_of_run(first)
+        last = last_of_run(self.history.at(first), first)
         newer = self.history.at(last)
-        return last if newer is self.history.at(first) else newer.last_of_run(newer.start)
+        return last if newer is self.history.at(first) else last_of_run(newer, newer.start)
 
     def _drop_open_window(self) -> list[int]:
         deliverable = self.own.deliverable(self.replicator.peers)

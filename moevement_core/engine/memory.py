@@ -135,7 +135,8 @@ class SnapshotMemory:
 
     def _durable(self, schedule: Schedule) -> int:
         """Return the bytes of own snapshots that a rank keeps for operators that the newest window on disk lacks."""
-        return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
+        kept = schedule.retention(LAG_ALLOWANCE, to_disk=self._to_disk).for_disk
+        return most_held(self._kept(schedule)[:, :1], kept)
 
     def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:
         return int(self._kept(schedule, at_peers=at_peers)[:, 0].sum())

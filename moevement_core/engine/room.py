@@ -90,7 +90,8 @@ class Room:
 
     def may_begin(self, schedule: Schedule, iteration: int) -> bool:
         """Return True if a window may begin at ``iteration`` and memory for all of it is free."""
-        return schedule.may_begin_at(iteration) and self._own.arena.available >= self._memory.window_here(schedule)
+        is_run_start = (iteration - schedule.start) % schedule.cadence.run_start == 0
+        return is_run_start and self._own.arena.available >= self._memory.window_here(schedule)
 
     def fit(self, kept: Sequence[Schedule]) -> None:
         """Give back a part of the memory that only earlier windows needed, if they had another size than the newest.

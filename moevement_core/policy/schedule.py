@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
@@ -72,6 +72,21 @@ class Retention(NamedTuple):
     """
     logged_at_first: int
     """Number of iterations for which boundary logs and records are kept as long as nothing fails."""
+    for_disk: int = 0
+    """Number of its own snapshots that a rank keeps because the newest window on disk leaves out operators."""
+
+
+class Cadence(NamedTuple):
+    """Numbers of iterations from one event of a schedule to the next one of its kind."""
+
+    run: int
+    """Iterations from the first snapshot of a recoverable run to its last one, both included."""
+    run_start: int
+    """Iterations from one snapshot that may begin a recoverable run to the next, if earlier snapshots are missing."""
+    decision: int
+    """Iterations from one decision on what later snapshots hold to the next; a new schedule may begin at each."""
+    reach: int
+    """Iterations before a job's first one. The job captures its first state as the snapshots of these iterations."""
 
 
 class Rollback(NamedTuple):
@@ -113,19 +128,14 @@ class Schedule(ABC):
         """Number of snapshots in a window."""
 
     @property
-    def reach(self) -> int:
-        """Number of iterations before a job's first one. The job captures its first state as the snapshots of these."""
-        return self.size
+    @abstractmethod
+    def cadence(self) -> Cadence:
+        """Iterations between the events of the schedule: runs, decisions, and the beginning of the job."""
 
     @property
     @abstractmethod
     def is_dense(self) -> bool:
         """True if each snapshot holds the full state of every operator."""
-
-    @property
-    def reorders(self) -> bool:
-        """True if the next schedule may be this one with another order of operators."""
-        return True
 
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
@@ -139,27 +149,6 @@ class Schedule(ABC):
     def parts_of_slot(self, slot: int) -> SnapshotParts:
         """Return the parts of a snapshot of ``slot`` that are written to disk and sent to peers."""
         return SnapshotParts()
-
-    @property
-    def decision_interval(self) -> int:
-        """Iterations from one decision on what later snapshots hold to the next; a new schedule may begin at each."""
-        return self.size
-
-    @property
-    def durable_slots(self) -> int:
-        """Number of own snapshots that a rank keeps because the newest window on disk leaves out operators."""
-        return 0
-
-    @abstractmethod
-    def last_of_run(self, first: int) -> int:
-        """Return the last iteration of the recoverable run that begins with ``SS_first``.
-
-        The result holds only if this schedule stays in force up to that iteration.
-        """
-
-    @abstractmethod
-    def may_begin_at(self, iteration: int) -> bool:
-        """Return True if a recoverable run may begin with ``SS_iteration`` when earlier snapshots are missing."""
 
     @abstractmethod
     def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
@@ -180,13 +169,9 @@ class Schedule(ABC):
                 are sure to have is then ``SS_(T-1-L)``.
         """
 
-    @abstractmethod
-    def with_windows_of(self, other: Schedule) -> Schedule:
-        """Return a schedule of this schedule's operators with the windows of ``other``, a schedule of another stage."""
-
-    @abstractmethod
-    def starting_at(self, start: int) -> Schedule:
-        """Return the same schedule, but with ``start`` as its first iteration."""
+    def for_operators_of(self, other: Schedule) -> Schedule:
+        """Return this schedule, but with the operators of ``other``, a schedule of another stage."""
+        return replace(self, table=other.table)
 
     def digested_once_a_window(self, iteration: int) -> Sequence[str]:
         """Return the operators whose whole state gets a digest in ``SS_iteration``.
@@ -194,7 +179,7 @@ class Schedule(ABC):
         The caller asks only if the user wants one digest of each operator in a window. By default the last snapshot of
         a window has all these digests, because a replay of the window has restored all operators by then.
         """
-        return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
+        return self.table.names if self.slot(iteration) == self.cadence.run - 1 else ()
 
     def slot(self, iteration: int) -> int:
         """Return the slot of ``SS_iteration``: the number of its iteration within the window, counted from 0.
@@ -208,14 +193,6 @@ class Schedule(ABC):
                 "schedule"
             )
         return (iteration - self.start) % self.size
-
-    def window_start(self, iteration: int) -> int:
-        """Return the first iteration of the window that ``SS_iteration`` belongs to."""
-        return iteration - self.slot(iteration)
-
-    def contents(self, iteration: int) -> Contents | None:
-        """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
-        return self.contents_of_slot(self.slot(iteration))
 
 
 def slots_with_snapshot(schedule: Schedule) -> list[int]:
@@ -243,14 +220,22 @@ def superseded_in(schedule: Schedule, slot: int, later: int) -> npt.NDArray[np.b
     return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
 
 
+def last_of_run(schedule: Schedule, first: int) -> int:
+    """Return the last iteration of the recoverable run that begins with ``SS_first``.
+
+    The result holds only if the schedule stays in force up to that iteration.
+    """
+    return first + schedule.cadence.run - 1
+
+
 def decided_at(schedule: Schedule, iteration: int) -> int:
     """Return the iteration, up to ``iteration``, of the last decision on what later snapshots hold."""
-    return iteration - (iteration - schedule.start) % schedule.decision_interval
+    return iteration - (iteration - schedule.start) % schedule.cadence.decision
 
 
 def next_boundary(schedule: Schedule, iteration: int) -> int:
     """Return the first iteration from ``iteration`` on at which a new schedule may begin."""
-    return max(schedule.start, iteration + (schedule.start - iteration) % schedule.decision_interval)
+    return max(schedule.start, iteration + (schedule.start - iteration) % schedule.cadence.decision)
 
 
 def is_other_window(new: Schedule, old: Schedule) -> bool:
@@ -307,7 +292,8 @@ class ScheduleHistory:
 
     def contents(self, iteration: int) -> Contents | None:
         """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
-        return self.at(iteration).contents(iteration)
+        schedule = self.at(iteration)
+        return schedule.contents_of_slot(schedule.slot(iteration))
 
     def takes(self, iteration: int) -> bool:
         """Return True if there is a snapshot ``SS_iteration`` under the schedules that the history still holds."""
@@ -321,7 +307,7 @@ class ScheduleHistory:
         while len(self._schedules) > 1 and self.newest.start > now:
             self._schedules.pop()
         old = self.newest
-        new = to.starting_at(next_boundary(old, now + 1))
+        new = replace(to, start=next_boundary(old, now + 1))
         if new.start == old.start:  # the old one never came into force
             self._schedules.pop()
         self._schedules.append(new)

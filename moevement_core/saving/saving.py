@@ -198,7 +198,7 @@ class Saving:
         """
         history = self.checkpointer.history
         schedule = history.at(committed)
-        before = max(history.oldest.start, schedule.window_start(committed) - schedule.reach)
+        before = max(history.oldest.start, committed - schedule.slot(committed) - schedule.cadence.reach)
         first = before if is_first else committed
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(

@@ -56,7 +56,7 @@ class Policy:
         for schedule in other.schedules:
             last = schedules[-1]
             if schedule.start >= newest.start and is_other_window(schedule, last):
-                schedules.append(newest.with_windows_of(schedule))
+                schedules.append(schedule.for_operators_of(newest))
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 
     def for_stage(self, first: Schedule, learned: Any) -> Policy:
@@ -68,7 +68,7 @@ class Policy:
             first: first schedule of the other stage.
             learned: learned state of the other stage's strategy, which has counted no tokens yet.
         """
-        schedules = tuple(first.with_windows_of(old) for old in self.schedules)
+        schedules = tuple(old.for_operators_of(first) for old in self.schedules)
         return replace(self, schedules=schedules, learned=learned)
 
 

@@ -106,7 +106,7 @@ class TwoLevels:
 
 
 def _saved(schedule: PartialSchedule, number: int) -> npt.NDArray[np.bool_]:
-    contents = schedule.contents(number)
+    contents = schedule.contents_of_slot(schedule.slot(number))
     assert contents is not None
     return contents == Saved.FULL
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
-from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
+from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies.config import StrategyConfig
@@ -56,13 +56,10 @@ class DenseSchedule(Schedule):
         """Return full state of all operators for slot 0, the first iteration of an interval; None for later slots."""
         return np.full(len(self.table), Saved.FULL, dtype=np.int8) if slot == 0 else None
 
-    def last_of_run(self, first: int) -> int:
-        """Return ``first``, because one snapshot alone is a recoverable run."""
-        return first
-
-    def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is captured; every captured snapshot is a recoverable run by itself."""
-        return self.slot(iteration) == 0
+    @property
+    def cadence(self) -> Cadence:
+        """Runs of one snapshot, one in every interval."""
+        return Cadence(run=1, run_start=self.interval, decision=self.interval, reach=self.interval)
 
     def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
         """Return for how many iterations a rank keeps snapshots and logs.
@@ -84,14 +81,6 @@ class DenseSchedule(Schedule):
         At most, a recovery replays all iterations after the newest snapshot that peers have.
         """
         return Rollback(lag + self.interval / 2 + 1, math.ceil(lag) + self.interval)
-
-    def with_windows_of(self, other: Schedule) -> DenseSchedule:
-        """Return this schedule with the start and interval of ``other``."""
-        return replace(self, start=other.start, interval=other.size)
-
-    def starting_at(self, start: int) -> DenseSchedule:
-        """Return this schedule, but with ``start`` as its first iteration."""
-        return replace(self, start=start)
 
 
 class Dense(Strategy):

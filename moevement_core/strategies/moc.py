@@ -31,7 +31,7 @@ from moevement_core.policy.partial_experts import (
 )
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Contents, Saved, Schedule, SnapshotParts
+from moevement_core.policy.schedule import Contents, Retention, Saved, Schedule, SnapshotParts
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
@@ -73,11 +73,6 @@ class PartialSchedule(VersionSchedule):
         return turns(self.table)
 
     @cached_property
-    def checkpoints(self) -> int:
-        """Number of consecutive snapshots that together hold every expert, ``ceil(most / experts)``."""
-        return math.ceil(self.most / self.experts)
-
-    @cached_property
     def size(self) -> int:
         """Iterations until the choice of experts repeats, both for snapshots and for writes to disk."""
         layers = {self.most, *map(len, self._turns.values())}
@@ -92,27 +87,13 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def snapshots(self) -> int:
-        """Number of snapshots of a recoverable run."""
-        return self.checkpoints
-
-    @property
-    def durable_slots(self) -> int:
-        """Number of snapshots of a run if snapshots on disk lack experts of those in memory (section 5.1), else 0.
-
-        A rank keeps this many of its own snapshots in memory, because the newest window on disk lacks some of their
-        experts.
-        """
-        return self.snapshots if self.persisted is not None and self.persisted < self.experts else 0
+        """Number of consecutive snapshots that together hold every expert, a recoverable run."""
+        return math.ceil(self.most / self.experts)
 
     @property
     def is_dense(self) -> bool:
         """True if no expert is left out."""
         return self.experts >= self.most
-
-    @property
-    def reorders(self) -> bool:
-        """False, because popularity does not decide which experts come next."""
-        return False
 
     @cached_property
     def id(self) -> str:
@@ -159,19 +140,19 @@ class PartialSchedule(VersionSchedule):
         contents[list(experts)] = Saved.FULL
         return contents
 
-    def with_windows_of(self, other: Schedule) -> PartialSchedule:
-        """Return a copy of the schedule ``other`` of another stage, with the operators of this stage."""
-        assert isinstance(other, PartialSchedule)
-        return replace(other, table=self.table)
+    def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
+        """Return for how many iterations a rank keeps snapshots and logs.
+
+        Snapshots on disk may lack experts of those in memory (section 5.1). Then a rank that writes to disk keeps a run
+        of its own snapshots in memory, because the newest window on disk lacks some of their experts.
+        """
+        lacks_experts = to_disk and self.persisted is not None and self.persisted < self.experts
+        return super().retention(lag, to_disk=to_disk)._replace(for_disk=self.snapshots if lacks_experts else 0)
 
     def after(self, iteration: int, history: int) -> PartialSchedule:
         """Return the schedule for a job that went back to ``SS_iteration``; it begins with the next experts in turn."""
         turn = self.turn + self.slot(iteration) // self.interval + 1
         return replace(self, start=iteration + self.interval, turn=turn, history=history)
-
-    def starting_at(self, start: int) -> PartialSchedule:
-        """Return this schedule, but with ``start`` as its first iteration."""
-        return replace(self, start=start)
 
 
 class MoC(Strategy, LosesUpdates):
@@ -248,7 +229,7 @@ class MoC(Strategy, LosesUpdates):
         schedule = PartialSchedule(
             table=self.table, interval=self.interval, experts=in_memory, most=self.most, persisted=on_disk
         )
-        return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
+        return replace(schedule, start=start - (schedule.snapshots - 1) * self.interval)
 
     def _saved(self, experts: int) -> tuple[int, int | None]:
         """Return how many experts of each layer a snapshot holds, and how many of them are written to disk.
@@ -332,7 +313,7 @@ class MoC(Strategy, LosesUpdates):
         # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
         # disk, because snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration]
-        before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
+        before = before or [replace(schedules[0], start=iteration - schedules[0].cadence.reach)]
         last = before[-1]
         assert isinstance(last, PartialSchedule)
         return [*before, last.after(iteration, history)]

@@ -7,6 +7,7 @@ snapshot.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moevement_core.operators import OperatorTable
@@ -89,7 +90,7 @@ class MoEvement(Strategy, CountsTokens):
     def first(self, start: int, most: int) -> SparseSchedule:
         """Return the schedule whose first window ends before ``start`` and holds the job's first state."""
         size = min(self.size or FIRST_WINDOW, most)
-        return self._schedule(self.popularity.order(), size).starting_at(start - size)
+        return replace(self._schedule(self.popularity.order(), size), start=start - size)
 
     def observe(self, counts: Scores) -> None:
         """Add routed tokens to the popularity of the experts."""

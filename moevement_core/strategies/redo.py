@@ -84,11 +84,6 @@ class RedoSchedule(SparseSchedule):
         digest.update("\n".join(self.table.names[place] for place in self.order).encode())
         return digest.hexdigest()[:16]
 
-    @property
-    def reorders(self) -> bool:
-        """False, because popularity does not decide the order."""
-        return False
-
     def contents_of_slot(self, slot: int) -> Contents | None:
         """Return full state of the slot's operators, and gradients of all others; None if the slot has no snapshot."""
         if slot >= self.window.size:
@@ -130,13 +125,9 @@ class RedoSchedule(SparseSchedule):
         """
         return self.active((self.slot(iteration) + 1) % self.window.size)
 
-    def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
+    def for_operators_of(self, other: Schedule) -> RedoSchedule:
         """Return this schedule, but for the operators of ``other``."""
         return self.of(other.table, self.window.size, self.start, self.rest)
-
-    def starting_at(self, start: int) -> RedoSchedule:
-        """Return this schedule, but with ``start`` as its first iteration."""
-        return replace(self, start=start)
 
 
 class Redo(Strategy, CountsTokens, ChoosesRecovery):

@@ -83,19 +83,15 @@ class SelectedSchedule(VersionSchedule):
         turn, rest = divmod(slot, self.interval)
         return SnapshotParts() if rest else SnapshotParts(at_peers=self.at_peers[turn])
 
-    def with_windows_of(self, other: Schedule) -> SelectedSchedule:
-        """Return the schedule ``other`` of another stage, but with this schedule's operators and :attr:`rounds`.
+    def for_operators_of(self, other: Schedule) -> SelectedSchedule:
+        """Return this schedule, but with the operators and :attr:`rounds` of ``other``.
 
         After a failure, ranks of a stage call this method if they do not know the newest schedule of their stage. Then
         they do not know which experts the newest snapshots hold either. They need not, because snapshots record what
         they hold.
         """
         assert isinstance(other, SelectedSchedule)
-        return replace(other, table=self.table, rounds=self.rounds, at_peers=self.at_peers)
-
-    def starting_at(self, start: int) -> SelectedSchedule:
-        """Return this schedule, but with ``start`` as its first iteration."""
-        return replace(self, start=start)
+        return replace(self, table=other.table, rounds=other.rounds, at_peers=other.at_peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +358,7 @@ class Selecting(Strategy, LosesUpdates):
         # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
         # disk, because snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration] or [
-            schedules[0].starting_at(self._begins)
+            replace(schedules[0], start=self._begins)
         ]
         last = before[-1]
         assert isinstance(last, SelectedSchedule)

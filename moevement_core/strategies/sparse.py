@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from moevement_core.policy.popularity import Order
-from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
+from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule
 from moevement_core.policy.window import Window, WindowKind, impose_window
 
 
@@ -63,15 +63,6 @@ class SparseSchedule(Schedule):
         start = self.window.ends[slot - 1] if slot else 0
         return tuple(self.table.names[place] for place in self.order[start : self.window.ends[slot]])
 
-    def frozen(self, slot: int) -> tuple[str, ...]:
-        """Return the operators whose compute weights are saved in ``slot``, in the order of the window.
-
-        They are the operators of later slots in aligned windows, and the operators of all other slots in rolling ones.
-        """
-        start = self.window.ends[slot - 1] if slot and self.window.kind is WindowKind.ROLLING else 0
-        others = self.order[:start], self.order[self.window.ends[slot] :]
-        return tuple(self.table.names[place] for part in others for place in part)
-
     def contents_of_slot(self, slot: int) -> Contents | None:
         """Return the part of each operator's state that a slot's snapshot holds; None for a slot without a snapshot.
 
@@ -86,31 +77,21 @@ class SparseSchedule(Schedule):
         saved[self.slot_of_operator == slot] = Saved.FULL
         return saved
 
-    def snapshot_bytes(self, iteration: int) -> npt.NDArray[np.int64]:
-        """Return the bytes of ``SS_iteration`` on each rank of the table, int64 ``[ranks]``."""
-        return self.window.slot_bytes[:, self.slot(iteration)]
-
     @property
     def mean_bytes(self) -> float:
         """Mean bytes that an iteration saves, over all iterations, on the rank that saves the most."""
         return float(self.window.slot_bytes.sum(axis=1).max()) / self.size
 
-    def last_of_run(self, first: int) -> int:
-        """Return the last of the W snapshots that begin with ``SS_first``."""
-        return first + self.window.size - 1
-
     @property
-    def begins_anywhere(self) -> bool:
+    def _begins_anywhere(self) -> bool:
         """True if any snapshot may begin a recoverable run: windows are rolling, and every iteration has a snapshot."""
         return self.window.kind is WindowKind.ROLLING and not self.rest
 
-    def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` may begin a recoverable run.
-
-        Such a run begins with the first slot of a window. If windows are rolling and every iteration has a snapshot, it
-        may begin with any snapshot.
-        """
-        return self.begins_anywhere or self.slot(iteration) == 0
+    @property
+    def cadence(self) -> Cadence:
+        """Runs of W snapshots, which begin with the first slot of a window unless any snapshot may begin a run."""
+        run_start = 1 if self._begins_anywhere else self.size
+        return Cadence(self.window.size, run_start, decision=self.size, reach=self.size)
 
     def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
         """Return for how many iterations a rank keeps snapshots and logs.
@@ -130,7 +111,7 @@ class SparseSchedule(Schedule):
         """
         slots = (3 if to_disk else 2) * self.window.size + 1 + lag
         logged = (4 if to_disk else 3) * self.size + 2 + lag
-        if not self.begins_anywhere:
+        if not self._begins_anywhere:
             return Retention(slots, slots, logged, (3 if to_disk else 2) * self.size + 1 + lag)
         at_first = (2 if to_disk else 1) * self.size + 2 + lag
         return Retention(slots, at_first, logged, at_first)
@@ -141,20 +122,11 @@ class SparseSchedule(Schedule):
         The mean is the paper's 3/2 W (section 3.6) if windows are aligned, every iteration has a snapshot and lag is 0.
         At most, a recovery replays all iterations after the first snapshot of the newest persisted run.
         """
-        is_rolling = self.begins_anywhere
-        mean = lag + self.window.size + (0.5 if is_rolling else 0.5 * self.size)
-        return Rollback(mean, math.ceil(lag) + (self.size if is_rolling else self.size + self.window.size - 1))
+        mean = lag + self.window.size + (0.5 if self._begins_anywhere else 0.5 * self.size)
+        return Rollback(mean, math.ceil(lag) + self.size + (0 if self._begins_anywhere else self.window.size - 1))
 
-    def with_windows_of(self, other: Schedule) -> SparseSchedule:
-        """Return the schedule ``other`` of another stage, but for the operators of this stage and in their order."""
-        assert isinstance(other, SparseSchedule)
-        return other.for_operators_of(self)
-
-    def for_operators_of(self, other: SparseSchedule) -> SparseSchedule:
+    def for_operators_of(self, other: Schedule) -> SparseSchedule:
         """Return this schedule, but with the operators of ``other`` and in the order of ``other``."""
+        assert isinstance(other, SparseSchedule)
         window = impose_window(other.table, other.order, self.window.size, self.window.kind)
         return SparseSchedule(other.table, other.order, window, start=self.start, rest=self.rest)
-
-    def starting_at(self, start: int) -> SparseSchedule:
-        """Return this schedule, but with ``start`` as its first iteration."""
-        return replace(self, start=start)

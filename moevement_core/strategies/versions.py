@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Retention, Rollback, Schedule
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Cadence, Retention, Rollback, Schedule
 from moevement_core.snapshot.agreement import HORIZON
 
 MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
@@ -29,25 +29,18 @@ class VersionSchedule(Schedule):
     interval: int
     """Iterations from one snapshot to the next."""
 
-    @property
-    def reach(self) -> int:
-        """Number of iterations that the first snapshots of a job take to save every operator once."""
-        return self.snapshots * self.interval
-
     restores_last = True
 
     @property
-    def decision_interval(self) -> int:
-        """Iterations from one snapshot to the next, because every snapshot has its own choice of experts."""
-        return self.interval
+    def cadence(self) -> Cadence:
+        """Runs that any snapshot may begin, and a decision before each snapshot, which has its own choice of experts.
 
-    def last_of_run(self, first: int) -> int:
-        """Return the iteration of the last snapshot of the run that begins with ``SS_first``."""
-        return first + (self.snapshots - 1) * self.interval
-
-    def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is captured; any captured snapshot may begin a recoverable run."""
-        return (iteration - self.start) % self.interval == 0
+        The first snapshots of a job together save every operator once.
+        """
+        return Cadence(
+            run=(self.snapshots - 1) * self.interval + 1, run_start=self.interval, decision=self.interval,
+            reach=self.snapshots * self.interval,
+        )  # fmt: skip
 
     def retention(self, lag: int, *, to_disk: bool = False) -> Retention:
         """Return for how many iterations a rank keeps snapshots and logs.

@@ -120,7 +120,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
         }
         capture(self, iteration, record, **options)
         schedule = self.history.at(iteration)
-        contents = schedule.contents(iteration)
+        contents = self.history.contents(iteration)
         assert contents is not None
         schedules[iteration] = schedule.id, contents.tolist(), list(schedule.table.names)
 

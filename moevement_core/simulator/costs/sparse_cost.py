@@ -11,6 +11,7 @@ import numpy as np
 from moevement_core.operators import OperatorKind
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, StagePlan
 from moevement_core.policy.popularity import order_operators
+from moevement_core.policy.schedule import ScheduleHistory
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.costs.strategy_cost import Costs, StrategyCost
 
@@ -128,7 +129,7 @@ class MoEvementCost(StrategyCost):
         recoverable run.
         """
         stage = self.costs.plan.binding_stage
-        period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
+        period, contents, reach = self.costs.plan.period, ScheduleHistory(stage.schedule).contents, []
         for newest in range(2 * period, 3 * period):
             taken = ((iteration, contents(iteration)) for iteration in range(newest + 1))
             held = {iteration: saved for iteration, saved in taken if saved is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 # Snapshots that the strategies take from iteration 0 on.
 HISTORIES = {
-    name: ScheduleHistory(strategy.first(0, len(TABLE)).starting_at(0)) for name, strategy in STRATEGIES.items()
+    name: ScheduleHistory(replace(strategy.first(0, len(TABLE)), start=0)) for name, strategy in STRATEGIES.items()
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from moevement_core.policy.schedule import (
     Contents,
     Saved,
     Schedule,
+    last_of_run,
     slots_with_snapshot,
     superseded_in,
 )
@@ -74,7 +75,7 @@ def test_a_failure_at_any_moment_finds_what_it_needs_and_no_more_is_held_than_is
     for iteration in range(8 * schedule.size + 20):
         agreed = proposed  # proposed an iteration ago
         if agreed > persisted:
-            persisted, ends = agreed, schedule.last_of_run(agreed)
+            persisted, ends = agreed, last_of_run(schedule, agreed)
         for old in [at for at in held if at < persisted]:
             del held[old]
         if persisted >= 0:
@@ -83,9 +84,9 @@ def test_a_failure_at_any_moment_finds_what_it_needs_and_no_more_is_held_than_is
             check_way_back(schedule, {at: held[at] for at in acknowledged if at in held}, persisted, ends)
         acknowledged |= {taken for taken in held if taken < iteration - random.randint(0, LAG_ALLOWANCE)}
         delivered = {at: held[at] for at in acknowledged if at in held}
-        runs = [run for run in restore_points(delivered) if run.last >= schedule.last_of_run(run.first)]
+        runs = [run for run in restore_points(delivered) if run.last >= last_of_run(schedule, run.first)]
         proposed = max((run.first for run in runs), default=-1)
-        if (contents := schedule.contents(iteration)) is not None:
+        if (contents := schedule.contents_of_slot(schedule.slot(iteration))) is not None:
             held[iteration] = contents.copy()
         most = max(most, sum(bytes_of(schedule, kept, at, parts) for at, parts in held.items()))
     assert most <= bound, (most, bound)

@@ -27,13 +27,13 @@ def test_figure_6() -> None:
     aligned = schedule(equal_experts(6), 3, WindowKind.ALIGNED, start=10)
     e1, e2, e3, e4, non_expert, gate = aligned.table.names
     assert [aligned.active(slot) for slot in range(3)] == [(e1, e2), (e3, e4), (non_expert, gate)]
-    assert [aligned.frozen(slot) for slot in range(3)] == [(e3, e4, non_expert, gate), (non_expert, gate), ()]
-    np.testing.assert_array_equal(aligned.contents(11), [0, 0, 2, 2, 1, 1])
-    np.testing.assert_array_equal(aligned.contents(14), aligned.contents(11))
-    assert [int(aligned.snapshot_bytes(t)[0]) for t in (10, 11, 12)] == [2 * 12 + 4 * 2, 2 * 12 + 2 * 2, 2 * 12]
+    history = ScheduleHistory(aligned)
+    for iteration, contents in enumerate([[2, 2, 1, 1, 1, 1], [0, 0, 2, 2, 1, 1], [0, 0, 0, 0, 2, 2]], start=10):
+        np.testing.assert_array_equal(history.contents(iteration), contents)
+        np.testing.assert_array_equal(history.contents(iteration + 3), contents)
+    assert aligned.window.slot_bytes[0].tolist() == [2 * 12 + 4 * 2, 2 * 12 + 2 * 2, 2 * 12]
     rolling = schedule(equal_experts(6), 3, WindowKind.ROLLING, start=10)
-    assert rolling.frozen(1) == (e1, e2, non_expert, gate)
-    np.testing.assert_array_equal(rolling.contents(11), [1, 1, 2, 2, 1, 1])
+    np.testing.assert_array_equal(rolling.contents_of_slot(1), [1, 1, 2, 2, 1, 1])
 
 
 @given(
@@ -49,7 +49,8 @@ def test_full_state_once_a_window_and_compute_weights_of_exactly_the_right_other
 ) -> None:
     drawn = schedule(table, size, kind, data.draw(orders(table)), start)
     first = start + window * size
-    contents = np.stack([drawn.contents(first + slot) for slot in range(size)])
+    taken = [ScheduleHistory(drawn).contents(first + slot) for slot in range(size)]
+    contents = np.stack([saved for saved in taken if saved is not None])
     np.testing.assert_array_equal((contents == Saved.FULL).sum(axis=0), 1)
     full_at = (contents == Saved.FULL).argmax(axis=0)
     for slot in range(size):
@@ -57,9 +58,8 @@ def test_full_state_once_a_window_and_compute_weights_of_exactly_the_right_other
         np.testing.assert_array_equal(contents[slot] == Saved.COMPUTE, frozen)
         by_name = {n for n, saved in zip(table.names, contents[slot], strict=True) if saved == Saved.FULL}
         assert by_name == set(drawn.active(slot))
-        assert {n for n, is_frozen in zip(table.names, frozen, strict=True) if is_frozen} == set(drawn.frozen(slot))
         weight = (contents[slot] == Saved.FULL) * table.full + (contents[slot] == Saved.COMPUTE) * table.compute
-        np.testing.assert_array_equal(drawn.snapshot_bytes(first + slot), weight.sum(axis=1))
+        np.testing.assert_array_equal(drawn.window.slot_bytes[:, slot], weight.sum(axis=1))
 
 
 @given(size=st.integers(1, 9), start=st.integers(0, 30), iteration=st.integers(0, 60))
@@ -70,8 +70,8 @@ def test_boundaries_are_where_slot_0_is(size: int, start: int, iteration: int) -
     assert aligned.slot(boundary) == 0
     assert boundary - max(iteration, start) < size
     if iteration >= start:
-        assert aligned.slot(aligned.window_start(iteration)) == 0
-        assert 0 <= iteration - aligned.window_start(iteration) < size
+        assert aligned.slot(iteration - aligned.slot(iteration)) == 0
+        assert 0 <= aligned.slot(iteration) < size
 
 
 def test_equal_schedules_share_an_id_and_others_do_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from moevement_core.errors import ConfigError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
 from moevement_core.policy.runs import restore_points
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory
 from moevement_core.policy.tokens_at_risk import most_at_risk, shares
 from moevement_core.policy.versions import VersionRun, version_runs
 from moevement_core.strategies.moc_by_load import MoCByLoad
@@ -137,14 +138,14 @@ def test_every_expert_is_saved_in_full_in_any_span_of_snapshots(experts: int) ->
     random = np.random.default_rng(seed)
     strategy = MoEtion(table(), 1, experts)
     schedule = strategy.first(0, 30)
-    taken = [schedule.contents(iteration) for iteration in range(schedule.start, 1)]
+    taken = [ScheduleHistory(schedule).contents(iteration) for iteration in range(schedule.start, 1)]
     hot = random.integers(0, 50, len(strategy.table)) * strategy.table.is_expert
     for iteration in range(1, 60):
         strategy.observe(np.where(random.random(len(hot)) < 0.9, hot, 0).astype(np.float64))
         wanted = strategy.propose(schedule, None).schedules[0]
         assert isinstance(wanted, SelectedSchedule)
-        schedule = wanted.starting_at(iteration)
-        taken.append(schedule.contents(iteration))
+        schedule = replace(wanted, start=iteration)
+        taken.append(schedule.contents_of_slot(0))
     snapshots = [saved for saved in taken if saved is not None]
     assert len(snapshots) == len(taken)
     for begin in range(len(snapshots) - strategy.span + 1):
@@ -266,7 +267,7 @@ def test_by_load_each_layer_saves_its_busiest_experts_and_none_waits_for_ever() 
             routed += tokens
             strategy.observe(tokens)
         schedule = strategy.propose(schedule, (2,)).schedules[0]
-        contents = schedule.contents(schedule.start)
+        contents = schedule.contents_of_slot(0)
         assert contents is not None
         held = experts & (contents == Saved.FULL)
         assert (contents[~experts] == Saved.FULL).all()

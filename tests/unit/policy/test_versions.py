@@ -52,12 +52,12 @@ def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:
 @pytest.mark.parametrize("experts", range(1, 7))
 def test_every_expert_is_in_one_of_so_many_checkpoints_in_a_row(experts: int) -> None:
     schedule = PartialSchedule(table(), 3, experts, 6)
-    assert schedule.checkpoints == -(-6 // experts)
-    taken = [schedule.contents(iteration) for iteration in range(3 * schedule.size)]
+    assert schedule.snapshots == -(-6 // experts)
+    taken = [ScheduleHistory(schedule).contents(iteration) for iteration in range(3 * schedule.size)]
     assert [saved is not None for saved in taken[:4]] == [True, False, False, True]
     there = [saved == Saved.FULL for saved in taken if saved is not None]
-    for begin in range(len(there) - schedule.checkpoints):
-        assert np.any(there[begin : begin + schedule.checkpoints], axis=0).all()
+    for begin in range(len(there) - schedule.snapshots):
+        assert np.any(there[begin : begin + schedule.snapshots], axis=0).all()
     for saved in there:
         for layer in range(4):
             assert saved[schedule.table.is_expert & (schedule.table.layers == layer)].sum() == experts
@@ -70,7 +70,8 @@ def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int
     is_expert, rounds = schedule.table.is_expert, -(-experts // on_disk)
     waits = np.zeros(len(schedule.table), dtype=int)
     for iteration in range(0, 3 * schedule.size, 3):
-        held, written = schedule.contents(iteration), schedule.parts_of_slot(schedule.slot(iteration)).on_disk
+        slot = schedule.slot(iteration)
+        held, written = schedule.contents_of_slot(slot), schedule.parts_of_slot(slot).on_disk
         assert held is not None
         assert written is not None
         assert (written[~is_expert] == Saved.FULL).all()
@@ -79,7 +80,7 @@ def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int
             in_layer = is_expert & (schedule.table.layers == layer)
             assert (written[in_layer] == Saved.FULL).sum() <= on_disk
         waits = np.where(written == Saved.FULL, 0, waits + 1)
-        assert waits.max() <= 2 * rounds * schedule.checkpoints
+        assert waits.max() <= 2 * rounds * schedule.snapshots
     assert PartialSchedule(table(), 3, experts, 6).parts_of_slot(0).on_disk is None
 
 
@@ -127,7 +128,7 @@ def test_what_may_still_be_needed_is_kept() -> None:
                 iteration,
                 lifetime.statuses(iteration, held, {at: held[at] for at in held.keys() & delivered}),
             )
-            if (saved := schedule.contents(iteration)) is not None and random.random() < 0.9:
+            if (saved := schedule.contents_of_slot(schedule.slot(iteration))) is not None and random.random() < 0.9:
                 held[iteration] = saved
             reached = next(restore_points({at: held[at] for at in held.keys() & delivered}), None)
             assert newest is None or (reached is not None and reached.last >= newest), seed
@@ -159,7 +160,7 @@ def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
             counts = np.zeros(len(stage))
             counts[experts] = [tokens[-1][place] for place in experts]
             strategy.observe(counts)
-            if (saved := schedule.contents(iteration)) is not None:
+            if (saved := schedule.contents_of_slot(schedule.slot(iteration))) is not None:
                 learned[iteration], held[iteration] = strategy.learned(), saved
         run = next(version_runs(held, random.randrange(12, 30)))
         lost = sum(tokens[t - 1][place] for place in experts for t in range(int(run.full_at[place]) + 1, run.last + 1))
@@ -183,7 +184,7 @@ def test_what_was_lost_already_is_not_lost_again() -> None:
     saved_updates: dict[int, dict[int, set[tuple[int, int]]]] = {}
     learned, held, now = {}, {}, 0
     for number in range(200):
-        contents = schedule.contents(now)
+        contents = schedule.contents_of_slot(schedule.slot(now))
         if contents is not None:
             learned[now], held[now] = strategy.learned(), contents
             saved_updates[now] = {place: set(applied) for place, applied in updates.items()}
@@ -257,7 +258,8 @@ def test_fewer_experts_on_disk_grow_together_with_those_in_memory() -> None:
         assert isinstance(grown, PartialSchedule)
         assert (grown.experts, grown.persisted) == saved
         assert not strategy.propose(grown, (lost,)).is_change
-    assert not grown.durable_slots, "files hold all experts"
+    held = [kept.retention(0, to_disk=to_disk).for_disk for kept in (schedule, grown) for to_disk in (False, True)]
+    assert held == [0, schedule.snapshots, 0, 0], "files of the last schedule hold all experts"
 
 
 def test_a_measured_k_is_as_large_as_copies_of_one_iteration_allow() -> None:
@@ -284,7 +286,7 @@ def test_another_k_is_in_force_with_the_next_snapshot() -> None:
     history = ScheduleHistory(strategy.first(0, 0))
     changed = history.change(40, strategy.propose(history.newest, (4,)).schedules[0])
     assert changed.start <= 50
-    contents = history.at(50).contents(50)
+    contents = history.contents(50)
     assert contents is not None
     assert (contents[strategy.table.is_expert] == Saved.FULL).sum() == 4
 
@@ -298,7 +300,7 @@ def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_his
     assert after.start == 10
     assert after.id != replace(schedule, start=10, turn=5).id
     for iteration in range(10, 40):
-        went_on, wanted = after.contents(iteration), schedule.contents(iteration)
+        went_on, wanted = ScheduleHistory(after).contents(iteration), ScheduleHistory(schedule).contents(iteration)
         assert (went_on is None) == (wanted is None)
         assert went_on is None or (went_on == wanted).all()
 
@@ -307,7 +309,7 @@ def test_a_stage_with_fewer_experts_saves_when_the_others_do() -> None:
     """Check that recoverable runs of all stages begin and end in the same iterations, also without experts."""
     few = MoC(table(experts=3), 2, 1, most=6).first(0, 9)
     many = MoC(table(), 2, 1).first(0, 9)
-    assert (few.start, few.checkpoints, few.last_of_run(0)) == (many.start, many.checkpoints, many.last_of_run(0))
+    assert (few.start, few.snapshots, few.cadence.run) == (many.start, many.snapshots, many.cadence.run)
     without = OperatorTable([Operator(gate_name(0), OperatorKind.GATE, STATE)])
     assert MoC(without, 2, 1, most=6).first(0, 9).start == many.start
 

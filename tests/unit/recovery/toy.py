@@ -140,7 +140,7 @@ class Toy(Trainer):
 
     def snapshot(self, iteration: int, state: int, outcome: dict[str, Any], *, whole: bool = True) -> Snapshot:
         schedule = self.history.at(iteration)
-        contents = schedule.contents(iteration)
+        contents = self.history.contents(iteration)
         assert contents is not None
         marked, tensors = plain.flatten({"boundary": {"rng": self.rng}, "iteration": outcome})
         held = [*tensors_of(schedule, contents, self.states())]

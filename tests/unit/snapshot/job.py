@@ -119,7 +119,7 @@ class Job:
         return MoEvement(table, self.kind, self.size, OrderingConfig(Ordering.BACK_TO_FRONT))
 
     def history(self) -> ScheduleHistory:
-        first = self.strategy().first(0, OPERATORS).starting_at(0)
+        first = replace(self.strategy().first(0, OPERATORS), start=0)
         if isinstance(first, SparseSchedule):
             order = np.arange(OPERATORS)
             first = replace(first, order=order, window=impose_window(first.table, order, self.size, self.kind))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind
 from moevement_core.strategies import DenseSchedule, DenseToPeers, MoEvement
 from tests.unit.policy.tables import equal_experts
@@ -14,7 +16,7 @@ TABLE = equal_experts(4)
 
 
 def _held(schedule: Schedule, last: int) -> dict[int, Contents]:
-    every = {iteration: schedule.contents(iteration) for iteration in range(schedule.start, last + 1)}
+    every = {iteration: ScheduleHistory(schedule).contents(iteration) for iteration in range(schedule.start, last + 1)}
     return {iteration: contents for iteration, contents in every.items() if contents is not None}
 
 
@@ -42,8 +44,8 @@ def test_bounds_are_reached_and_the_mean_is_the_expected_one(interval: int, lag:
 
 def test_another_stage_saves_in_the_same_iterations() -> None:
     first = DenseToPeers(TABLE, 4).first(0, most=1)
-    shifted = first.starting_at(8)
-    other = DenseToPeers(equal_experts(6), 9).first(0, most=1).with_windows_of(shifted)
+    shifted = replace(first, start=8)
+    other = shifted.for_operators_of(DenseToPeers(equal_experts(6), 9).first(0, most=1))
     assert isinstance(other, DenseSchedule)
     assert (other.start, other.interval, len(other.table)) == (8, 4, 6)
     assert other.id != shifted.id
@@ -63,5 +65,6 @@ def test_a_window_of_one_iteration_is_dense_every_iteration() -> None:
     sparse = MoEvement(TABLE, WindowKind.ALIGNED, 1).first(0, most=len(TABLE))
     dense = DenseToPeers(TABLE, 1).first(sparse.start, most=1)
     for iteration in range(sparse.start, 5):
-        np.testing.assert_array_equal(sparse.contents(iteration), dense.contents(iteration))
+        saved = ScheduleHistory(sparse).contents(iteration)
+        np.testing.assert_array_equal(saved, ScheduleHistory(dense).contents(iteration))
     assert (sparse.is_dense, sparse.rollback(2).most) == (True, dense.rollback(2).most)

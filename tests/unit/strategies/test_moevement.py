@@ -75,9 +75,7 @@ def test_copies_from_the_device_say_how_many_snapshots_and_links_how_often(kind:
     strategy.accept(proposal)
     assert not strategy.propose(wanted, (size, period + 1)).is_change, "measurements move to and fro"
     assert strategy.propose(wanted, (size, 2 * period)).is_change
-    assert [wanted.contents(wanted.start + slot) is None for slot in range(period)] == [
-        slot >= size for slot in range(period)
-    ]
+    assert [wanted.contents_of_slot(slot) is None for slot in range(period)] == [slot >= size for slot in range(period)]
 
 
 def test_where_nothing_is_carried_windows_are_as_rare_as_they_can_be() -> None:
