@@ -19,11 +19,6 @@ class RankLayout:
     The trainer defines them. Ranks of a stage with equal coordinates can continue with the same boundary record.
     """
 
-    @property
-    def is_last(self) -> bool:
-        """True if this rank is the last one, which writes the metrics."""
-        return self.rank == self.world - 1
-
 
 @dataclass(frozen=True)
 class Formation:

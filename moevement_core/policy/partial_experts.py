@@ -146,6 +146,11 @@ class TokenAccount:
         """Return the account before the first iteration, with all counts 0."""
         return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
 
+    @classmethod
+    def of(cls, learned: Mapping[str, Any]) -> TokenAccount:
+        """Return the account whose counts ``learned`` holds; later changes of ``learned`` do not change it."""
+        return cls(learned["routed"].copy(), learned["lost"].copy())
+
     def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
         """Return the account after further iterations in which ``counts`` tokens were routed to each operator."""
         return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)

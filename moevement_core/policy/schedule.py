@@ -8,6 +8,7 @@ would begin, so windows stay whole. The history and the iteration of a snapshot 
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -193,6 +194,13 @@ class Schedule(ABC):
                 "schedule"
             )
         return (iteration - self.start) % self.size
+
+
+def schedule_id(names: Sequence[str], *fields: object) -> str:
+    """Return a digest of a schedule's operator names and of its other fields, 16 hexadecimal digits."""
+    digest = hashlib.sha256(repr(fields).encode())
+    digest.update("\n".join(names).encode())
+    return digest.hexdigest()[:16]
 
 
 def slots_with_snapshot(schedule: Schedule) -> list[int]:

@@ -26,14 +26,6 @@ def shares_of(counts: npt.ArrayLike) -> Shares:
     return np.divide(array, totals, out=np.zeros_like(array), where=totals > 0)
 
 
-def herfindahl(counts: npt.ArrayLike) -> Shares:
-    """Return the Herfindahl-Hirschman index of token counts ``[..., experts]``, as an array ``[...]``.
-
-    The index is the sum of the squared shares of the experts.
-    """
-    return (shares_of(counts) ** 2).sum(axis=-1)
-
-
 def skewness(counts: npt.ArrayLike) -> Shares:
     """Return the normalised skewness S of token counts ``[..., experts]``, as an array ``[...]``.
 

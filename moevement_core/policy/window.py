@@ -280,8 +280,6 @@ class _Cutter:
     def __init__(self, table: OperatorTable, order: Order, kind: WindowKind) -> None:
         if not _is_permutation(order, len(table)):
             raise WindowError(f"order has {len(order)} entries; it must be a permutation of the {len(table)} operators")
-        if kind not in tuple(WindowKind):
-            raise WindowError(f"unknown window kind {kind!r}; needs one of {', '.join(WindowKind)}")
         self._kind = kind
         self._n = len(table)
         self._full = _running_sum(table.full[:, order])

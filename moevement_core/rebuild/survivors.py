@@ -8,7 +8,7 @@ refuses gradients that the interrupted iteration left behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from moevement_core.audit.replicas import ReplicaDigest, compact, unequal_replicas
 from moevement_core.comms.exchange import all_gather_objects
@@ -47,11 +47,11 @@ class SurvivorChecks:
 
 @dataclass(frozen=True)
 class _Compared:
-    kept: bool
-    in_part: bool
-    whole: bool
-    differences: list[str]
-    replicas: list[ReplicaDigest]
+    kept: bool = False
+    in_part: bool = False
+    whole: bool = False
+    differences: list[str] = field(default_factory=list)
+    replicas: list[ReplicaDigest] = field(default_factory=list)
 
 
 def check_kept(parts: RankParts, until: int, *, is_kept: bool, replicas_are_known: bool) -> SurvivorChecks:
@@ -66,22 +66,9 @@ def check_kept(parts: RankParts, until: int, *, is_kept: bool, replicas_are_know
     Raises:
         RecoveryError: the state of a rank differs from the expected one. Every rank raises it.
     """
-    compared = (
-        _compare(parts, until)
-        if is_kept
-        else _Compared(kept=False, in_part=False, whole=False, differences=[], replicas=[])
-    )
+    compared = _compare(parts, until) if is_kept else _Compared()
     replicas = [] if replicas_are_known else compact(parts.binding.replicas())
-    per_rank: list[_Compared] = all_gather_objects(
-        _Compared(
-            kept=compared.kept,
-            in_part=compared.in_part,
-            whole=compared.whole,
-            differences=compared.differences,
-            replicas=replicas,
-        ),
-        _Compared,
-    )
+    per_rank: list[_Compared] = all_gather_objects(replace(compared, replicas=replicas), _Compared)
     wrong = [f"rank {rank}: {what}" for rank, other in enumerate(per_rank) for what in other.differences]
     wrong += unequal_replicas([other.replicas for other in per_rank])
     if wrong:
@@ -97,8 +84,8 @@ def _compare(parts: RankParts, until: int) -> _Compared:
     left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
     snapshot = parts.checkpointer.own.snapshots.get(until)
     if snapshot is None or snapshot.header.state != until:
-        return _Compared(kept=True, in_part=False, whole=False, differences=left, replicas=[])
+        return _Compared(kept=True, differences=left)
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
     check.compare(snapshot, frozenset(parts.states), frozenset())
     whole = {name for name, state in parts.states.items() if state.full} <= (snapshot.header.whole or {}).keys()
-    return _Compared(kept=True, in_part=not whole, whole=whole, differences=[*left, *check.differences], replicas=[])
+    return _Compared(kept=True, in_part=not whole, whole=whole, differences=[*left, *check.differences])

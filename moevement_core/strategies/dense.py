@@ -5,7 +5,6 @@ Dense strategies are the simplest ones. The engine uses them through the same in
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
-from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule
+from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule, schedule_id
 from moevement_core.policy.window import shortest_period
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies.config import StrategyConfig
@@ -48,9 +47,7 @@ class DenseSchedule(Schedule):
     @cached_property
     def id(self) -> str:
         """Digest of start, interval and operator names, hexadecimal."""
-        digest = hashlib.sha256(repr((self.start, "dense", self.interval)).encode())
-        digest.update("\n".join(self.table.names).encode())
-        return digest.hexdigest()[:16]
+        return schedule_id(self.table.names, self.start, "dense", self.interval)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
         """Return full state of all operators for slot 0, the first iteration of an interval; None for later slots."""

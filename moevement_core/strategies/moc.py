@@ -8,7 +8,6 @@ updates are lost. It doubles K while the share of these tokens is above a limit.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from moevement_core.policy.partial_experts import (
 )
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Contents, Retention, Saved, Schedule, SnapshotParts
+from moevement_core.policy.schedule import Contents, Retention, Saved, Schedule, SnapshotParts, schedule_id
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import StrategyConfig
 from moevement_core.strategies.strategy import Measured, Proposal, StageOperators, Strategy
@@ -98,12 +97,10 @@ class PartialSchedule(VersionSchedule):
     @cached_property
     def id(self) -> str:
         """Digest of all fields and of the operator names, hexadecimal."""
-        fields = (
-            self.start, "partial", self.interval, self.experts, self.most, self.persisted, self.turn, self.history
+        return schedule_id(
+            self.table.names, self.start, "partial", self.interval, self.experts, self.most, self.persisted, self.turn,
+            self.history,
         )  # fmt: skip
-        digest = hashlib.sha256(repr(fields).encode())
-        digest.update("\n".join(self.table.names).encode())
-        return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
         """Return full state of non-expert operators and of the slot's experts; None if the slot has no snapshot."""
@@ -295,7 +292,7 @@ class MoC(Strategy, LosesUpdates):
 
         Later checkpoints hold more experts if too many tokens are lost.
         """
-        account = _account(learned[run.last])
+        account = TokenAccount.of(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
         versions = kept_at(run.version_at, learned)
         self.account = account.rolled_back_to(np.where(self.table.is_expert, versions, account.kept))
@@ -324,7 +321,7 @@ class MoC(Strategy, LosesUpdates):
 
     def adopt(self, learned: Any) -> None:
         """Take over the token counts and the number of saved experts of another rank."""
-        self.account, self.experts = _account(learned), learned["experts"]
+        self.account, self.experts = TokenAccount.of(learned), learned["experts"]
 
 
 def caution_of(experts: int, most: int) -> str | None:
@@ -335,7 +332,3 @@ def caution_of(experts: int, most: int) -> str | None:
         f"a snapshot holds {experts} of {most} experts of each layer; a failure loses updates of the others, so the "
         "result of training then differs from that of a run without failures"
     )
-
-
-def _account(learned: Any) -> TokenAccount:
-    return TokenAccount(learned["routed"].copy(), learned["lost"].copy())

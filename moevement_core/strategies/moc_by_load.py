@@ -67,7 +67,7 @@ class MoCByLoad(Selecting):
         Snapshots of all stages hold the largest of the numbers that the stages want.
         """
 
-    def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
+    def _choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
         """Return ``experts`` experts of each layer: ``due``, then those with the most tokens since their last save."""
         return most_of_each_layer(self.table, risk, due, experts)
 
@@ -75,7 +75,7 @@ class MoCByLoad(Selecting):
         """Return how many experts of each layer snapshots should hold, because of the tokens that this stage lost."""
         return (self._wanted,)
 
-    def take(self, sizes: tuple[int, ...]) -> None:
+    def _take(self, sizes: tuple[int, ...]) -> None:
         """Save as many experts of each layer as the stage that wants the most experts saved (``sizes``)."""
         self.experts = sizes[0]
 

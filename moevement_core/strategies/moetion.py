@@ -79,7 +79,7 @@ class MoEtion(Selecting, BoostsExperts):
         """Mean number of experts of each layer in the part of a snapshot that peers receive."""
         return self._at_peers
 
-    def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
+    def _choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
         """Return the experts with the most tokens at risk; a layer with more such tokens gets more experts."""
         return most_at_risk(self.table, risk, due, experts * self._layers)
 
@@ -123,7 +123,7 @@ class MoEtion(Selecting, BoostsExperts):
                 carried = min(carried, self.most - 1, math.floor(self.most * left / of_part))
         return max(fewest, carried)
 
-    def take(self, sizes: tuple[int, ...]) -> None:
+    def _take(self, sizes: tuple[int, ...]) -> None:
         """Save as many experts in own snapshots, and as many of them at peers, as the slowest rank can save."""
         own, at_peers = sizes
         self.experts, self._at_peers = self.most - own, self.most - at_peers

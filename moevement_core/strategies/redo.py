@@ -14,7 +14,6 @@ exactly the lost state, and the result is verified.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Scores
-from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule
+from moevement_core.policy.schedule import Contents, Retention, Rollback, Saved, Schedule, schedule_id
 from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.capabilities import ChoosesRecovery, CountsTokens
 from moevement_core.strategies.config import RecoveryKind, StrategyConfig
@@ -80,9 +79,8 @@ class RedoSchedule(SparseSchedule):
     @cached_property
     def id(self) -> str:
         """Digest of start, window, rest and order, hexadecimal."""
-        digest = hashlib.sha256(repr((self.start, "redo", self.window.ends, self.rest)).encode())
-        digest.update("\n".join(self.table.names[place] for place in self.order).encode())
-        return digest.hexdigest()[:16]
+        names = [self.table.names[place] for place in self.order]
+        return schedule_id(names, self.start, "redo", self.window.ends, self.rest)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
         """Return full state of the slot's operators, and gradients of all others; None if the slot has no snapshot."""

@@ -168,8 +168,8 @@ class Memory:
         An older version of this program wrote nothing about peers. Peers then had the same parts as the ranks
         themselves.
         """
-        account = TokenAccount(learned["routed"].copy(), learned["lost"].copy())
-        own, place = Saves.of(learned, ""), AT_PEERS if f"held{AT_PEERS}" in learned else ""
+        account, own = TokenAccount.of(learned), Saves.of(learned, "")
+        place = AT_PEERS if f"held{AT_PEERS}" in learned else ""
         return Memory(account, number=learned["number"], own=own, at_peers=Saves.of(learned, place))
 
 
@@ -273,7 +273,7 @@ class Selecting(Strategy, LosesUpdates):
     # Contents of snapshots
 
     @abstractmethod
-    def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
+    def _choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
         """Return the experts that the next snapshot holds, or the experts in the part of it that peers receive.
 
         Args:
@@ -284,7 +284,7 @@ class Selecting(Strategy, LosesUpdates):
         """
 
     @abstractmethod
-    def take(self, sizes: tuple[int, ...]) -> None:
+    def _take(self, sizes: tuple[int, ...]) -> None:
         """Use the sizes that ranks agreed on: the largest results of :meth:`wanted_sizes`."""
 
     def observe(self, counts: Scores) -> None:
@@ -295,7 +295,7 @@ class Selecting(Strategy, LosesUpdates):
         """Propose the contents of the next snapshot; the session calls it for every snapshot."""
         assert isinstance(now, SelectedSchedule)
         if sizes is not None:
-            self.take(sizes)
+            self._take(sizes)
         memory, number = self._memory, self._memory.number + 1
         contents, at_peers = self._next_contents(memory, number)
         routed = memory.account.routed
@@ -318,9 +318,9 @@ class Selecting(Strategy, LosesUpdates):
         """
         routed, at_peers = memory.account.routed, memory.at_peers
         due = self.table.is_expert & (number - at_peers.full_at >= self.span)
-        for_peers = self.choose(routed - at_peers.saved, due, self.experts_at_peers)
+        for_peers = self._choose(routed - at_peers.saved, due, self.experts_at_peers)
         if self.experts_at_peers < self.experts:
-            own = self.choose(routed - memory.own.saved, for_peers, self.experts)
+            own = self._choose(routed - memory.own.saved, for_peers, self.experts)
         else:
             own = for_peers
         # Gradients repeat the update of a single iteration, so a chain needs a snapshot in every iteration.

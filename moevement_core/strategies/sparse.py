@@ -7,7 +7,6 @@ other operators in rolling windows.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_core.policy.popularity import Order
-from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule
+from moevement_core.policy.schedule import Cadence, Contents, Retention, Rollback, Saved, Schedule, schedule_id
 from moevement_core.policy.window import Window, WindowKind, impose_window
 
 
@@ -47,9 +46,8 @@ class SparseSchedule(Schedule):
     @cached_property
     def id(self) -> str:
         """Digest of start, window, rest and order, hexadecimal."""
-        digest = hashlib.sha256(repr((self.start, self.window.kind.value, self.window.ends, self.rest)).encode())
-        digest.update("\n".join(self.table.names[place] for place in self.order).encode())
-        return digest.hexdigest()[:16]
+        names = [self.table.names[place] for place in self.order]
+        return schedule_id(names, self.start, self.window.kind.value, self.window.ends, self.rest)
 
     @cached_property
     def slot_of_operator(self) -> npt.NDArray[np.int64]:

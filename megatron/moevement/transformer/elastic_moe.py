@@ -27,38 +27,14 @@ def layer_with_slots(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def moe_layer(*args: Any, **kwargs: Any) -> Any:
         expert_slots = slots()
-        return original(*args, **kwargs) if expert_slots is None else _classes().layer(expert_slots, *args, **kwargs)
+        return original(*args, **kwargs) if expert_slots is None else _slot_layer()(expert_slots, *args, **kwargs)
 
     return moe_layer
 
 
-@dataclasses.dataclass(frozen=True)
-class _Classes:
-    layer: Any
-    dispatcher: Any
-
-
 @functools.cache
-def _classes() -> _Classes:
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def _slot_dispatcher() -> Any:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-
-    def kept(tensor: Any) -> Any:
-        """Return a checkpoint entry that Megatron does not write, for a tensor of the second replica of an expert.
-
-        Both replicas are on this rank, and a checkpoint has each tensor of a rank only once. When the job starts, the
-        second replica becomes a copy of the first.
-        """
-        return ShardedTensorFactory(
-            tensor.key,
-            tensor.data,
-            lambda key, data, replica_id, flattened_range: {"kept": LocalNonpersistentObject(data)},
-            lambda state: state["kept"],
-            tensor.replica_id,
-        )
 
     class SlotDispatcher(MoEAlltoAllTokenDispatcher):
         """Dispatcher that spreads an expert's tokens over its slots; Megatron then treats each slot as an expert."""
@@ -94,6 +70,15 @@ def _classes() -> _Classes:
                 self.routed = total if self.routed is None else self.routed + total
             return tokens
 
+    return SlotDispatcher
+
+
+@functools.cache
+def _slot_layer() -> Any:
+    from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
     class SlotLayer(MoELayer):
         """MoE layer whose experts are in slots."""
 
@@ -107,7 +92,7 @@ def _classes() -> _Classes:
 
             of_experts = config
             super().__init__(of_slots, dataclasses.replace(submodules, router=router), *args, **kwargs)
-            self.token_dispatcher = SlotDispatcher(
+            self.token_dispatcher = _slot_dispatcher()(
                 self.num_local_experts, self.local_expert_indices, config=of_slots,
                 pg_collection=kwargs["pg_collection"],
             )  # fmt: skip
@@ -151,7 +136,24 @@ def _classes() -> _Classes:
                     replica = 0 if self._slots.is_first(layer, rank, slot) else 1 + rank * self._slots.of_rank + slot
                     tensor.replica_id = (*tensor.replica_id[:2], replica)
                 is_second = number in self._slots.tables[layer][rank][:slot]
-                state.update({name: kept(tensor) for name, tensor in tensors.items()} if is_second else tensors)
+                state.update({name: _kept(tensor) for name, tensor in tensors.items()} if is_second else tensors)
             return state
 
-    return _Classes(SlotLayer, SlotDispatcher)
+    return SlotLayer
+
+
+def _kept(tensor: Any) -> Any:
+    """Return a checkpoint entry that Megatron does not write, for a tensor of the second replica of an expert.
+
+    Both replicas are on this rank, and a checkpoint has each tensor of a rank only once. When the job starts, the
+    second replica becomes a copy of the first.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
+
+    return ShardedTensorFactory(
+        tensor.key,
+        tensor.data,
+        lambda key, data, replica_id, flattened_range: {"kept": LocalNonpersistentObject(data)},
+        lambda state: state["kept"],
+        tensor.replica_id,
+    )

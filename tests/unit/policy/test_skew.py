@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from moevement_core.errors import PopularityError
-from moevement_core.policy.skew import dirichlet_alpha, herfindahl, sample_shares, skewness
+from moevement_core.policy.skew import dirichlet_alpha, sample_shares, skewness
 
 
 def test_even_and_all_at_one_are_the_ends() -> None:
     assert skewness([5, 5, 5, 5]) == 0.0
     assert skewness([0, 9, 0, 0]) == 1.0
-    assert herfindahl([1, 1, 2]) == pytest.approx(6 / 16)
+    assert skewness([1, 1, 2]) == pytest.approx((6 / 16 - 1 / 3) / (1 - 1 / 3))
     np.testing.assert_allclose(skewness([[1, 1], [0, 3]]), [0, 1])
 
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: skewness([1.0]), r"\b1 experts?\b.*\b2\b"),
         (lambda: skewness([1.0, np.nan]), r"\bcount\b.*\bnan\b"),
         (lambda: skewness([1.0, -1.0]), r"\bcount\b.*-1\.0\b"),
-        (lambda: herfindahl(3.0), r"\bcounts\b.*\[\]"),
+        (lambda: skewness(3.0), r"\bcounts\b.*\[\]"),
         (lambda: dirichlet_alpha(1.5, 8), r"\bskewness\b.*\b1\.5\b"),
         (lambda: dirichlet_alpha(0.5, 1), r"\b1 experts?\b.*\b2\b"),
     ):
