@@ -83,7 +83,7 @@ def advise(arguments: argparse.Namespace) -> int:
     repair_s = REPAIR_S if arguments.repair is None else arguments.repair
     with waiting(f"{job.job.name} on {job.job.ranks} GPUs: {job.run.seeds} months with each strategy"):
         costs = job.costs()
-        model = FailureModel(mtbf_s, costs.nodes)
+        model = FailureModel(mtbf_s, costs.plan.inputs.nodes)
         seeds = range(job.run.first_seed, job.run.first_seed + job.run.seeds)
         draws = Draws(mtbf_s, tuple(model.draw(MONTH_H * 3600, seed) for seed in seeds))
         result = worth(

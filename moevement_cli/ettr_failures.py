@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moevement_core.simulator.costs import DenseCost, MoEvementCost, StrategyCost
-from moevement_core.simulator.costs.partial_cost import PartialCost
+from moevement_core.simulator.costs import LostState, StrategyCost
 
 INTO = 0.5
 """Share of an iteration that is done when a rank fails, on average."""
@@ -68,7 +67,7 @@ def _recovery_s(phases: Sequence[WindowPhase], committed: int, ranks: set[int]) 
     # Before its first iteration, a job captures all snapshots of a window, so it can go back to its start.
     at_start = _RestorePoint(first.first, 0, INTO, first.strategy)
     point = max(_restore_points(phases, committed), default=at_start, key=lambda point: point.iteration)
-    recovery = point.strategy.recover(point.trained, ranks, point.into)
+    recovery = point.strategy.recover(LostState(point.trained, point.into, nodes=ranks, hosts=ranks))
     after_phase = committed - point.iteration - recovery.replayed
     return recovery.total_s + max(0, after_phase) * point.strategy.replay_iteration_s(ranks)
 
@@ -93,16 +92,8 @@ def _restore_points(phases: Sequence[WindowPhase], committed: int) -> Iterator[_
         trained, strategy = newest - phase.first, phase.strategy
         if trained < 0:
             continue
-        arrival = arrival_of(strategy)
         # Later iterations let snapshots arrive, but the phase has none after its last iteration.
-        into = min(INTO + committed - newest, max(INTO, arrival))
-        has_arrived = strategy.newest(trained, into, arrival) >= 0 or phase is phases[0]
+        into = min(INTO + committed - newest, max(INTO, strategy.arrival))
+        has_arrived = trained + into >= strategy.arrival or phase is phases[0]
         if has_arrived and (rollback := strategy.rollback(trained, into)) <= trained:
             yield _RestorePoint(phase.first + trained - rollback, trained, into, strategy)
-
-
-def arrival_of(strategy: StrategyCost) -> float:
-    """Return the iterations from the commit of an iteration until its state is complete at peers or on disk."""
-    if isinstance(strategy, DenseCost):
-        return strategy.lag
-    return strategy.arrival if isinstance(strategy, MoEvementCost | PartialCost) else 0.0

@@ -275,12 +275,12 @@ def _ettr(scenario: Scenario, sample: JobSample, jobs: OverLinks) -> float:
 
 def _phases(scenario: Scenario, sample: JobSample, mtbf_s: float) -> list[WindowPhase]:
     """Return the phases of a job with their simulated strategies; a single one if the job recorded no windows."""
-    phases = [
+    return [
         WindowPhase(
-            first, _with_windows(scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s)
+            first,
+            _with_windows(
+                scenario, sample.strategy, snapshots=snapshots, interval=interval, mtbf_s=mtbf_s
+            ).fresh(sample.iterations),
         )
         for first, snapshots, interval in sample.windows or [[0, sample.snapshots, sample.interval]]
     ]  # fmt: skip
-    for phase in phases:
-        phase.strategy.begin(sample.iterations)
-    return phases

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from moevement_cli.waiting import waiting
 from moevement_core import precision
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.errors import ConfigError
-from moevement_core.planning.checkpoint_plan import CheckpointPlan, DensePlan, PlanInput, StagePlan
+from moevement_core.planning.alternatives import alternatives, bandwidth_for
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.planning.cluster import GB
+from moevement_core.planning.dense_plan import DensePlan, dense_plan
+from moevement_core.planning.planned_memory import PlannedMemory
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
@@ -103,7 +106,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def fits(plan: CheckpointPlan) -> bool:
     """Return True if a node has enough host memory, or if its memory is not known."""
     memory = plan.inputs.cluster.host_memory_bytes
-    return memory is None or plan.host_memory_of_node <= memory
+    return memory is None or PlannedMemory(plan).of_node <= memory
 
 
 def input_of(arguments: argparse.Namespace) -> PlanInput:
@@ -206,7 +209,7 @@ def _window_sentence(checkpoints: CheckpointPlan) -> str:
     if checkpoints.size > 1:
         return f"{size}. Every iteration saves a part of the state. {checkpoints.size} iterations save all of it once."
     rarer = _rarer(checkpoints)
-    node, dense_node = checkpoints.host_memory_of_node, _of_node(checkpoints, rarer.host_memory)
+    node, dense_node = PlannedMemory(checkpoints).of_node, sum(rarer.host_memory) * checkpoints.inputs.ranks_of_node
     sentence = f"{size}. One snapshot holds everything, so sparse checkpoints are no better than dense ones here."
     if dense_node >= node:
         return sentence
@@ -218,7 +221,7 @@ def _window_sentence(checkpoints: CheckpointPlan) -> str:
 
 
 def _memory_sentence(checkpoints: CheckpointPlan) -> str:
-    needed, memory = _size(checkpoints.host_memory_of_node), checkpoints.inputs.cluster.host_memory_bytes
+    needed, memory = _size(PlannedMemory(checkpoints).of_node), checkpoints.inputs.cluster.host_memory_bytes
     if memory is None:
         return f"Host memory: {needed} per node; give --host-memory GB to compare this with the memory of a node."
     if fits(checkpoints):
@@ -278,7 +281,7 @@ def _slot_table(checkpoints: CheckpointPlan) -> Table:
 
 def _cost_table(checkpoints: CheckpointPlan) -> Table:
     inputs = checkpoints.inputs
-    dense = checkpoints.dense() if checkpoints.size > 1 else _rarer(checkpoints)
+    dense = dense_plan(checkpoints) if checkpoints.size > 1 else _rarer(checkpoints)
     per_s, replicas = inputs.iteration_s, inputs.replicas
     dense_average = dense.bytes / dense.interval / per_s
     dense_peak = min(dense.bytes / per_s, inputs.cluster.d2h_bytes_per_s)
@@ -287,8 +290,8 @@ def _cost_table(checkpoints: CheckpointPlan) -> Table:
         f"{dense.interval}", _size(dense.bytes), f"{dense.stall_s / dense.interval:.3f} s",
         _rates(dense_average, dense_peak), _rates(replicas * dense_average, dense_sent_peak),
         f"{dense.average_replayed:.1f}", f"{dense.most_replayed}",
-        f"{dense.fetch_s(inputs.cluster):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
-        *map(_size, dense.host_memory), _size(_of_node(checkpoints, dense.host_memory)),
+        f"{inputs.cluster.fetch_s(dense.bytes):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
+        *map(_size, dense.host_memory), _size(sum(dense.host_memory) * inputs.ranks_of_node),
     )  # fmt: skip
     if checkpoints.size == 1:
         table = Table("", "everything, every iteration", f"dense, every {dense.interval}", title="cost")
@@ -303,7 +306,7 @@ def _cost_table(checkpoints: CheckpointPlan) -> Table:
 
 def _rarer(checkpoints: CheckpointPlan) -> DensePlan:
     """Return the plan of dense checkpoints at the shortest interval at which a rank keeps at most two checkpoints."""
-    return checkpoints.dense(LAG_ALLOWANCE + 2)
+    return dense_plan(checkpoints, LAG_ALLOWANCE + 2)
 
 
 _COSTS = (
@@ -315,12 +318,8 @@ _COSTS = (
 )  # fmt: skip
 
 
-def _of_node(checkpoints: CheckpointPlan, of_rank: Sequence[int]) -> int:
-    return sum(of_rank) * min(checkpoints.inputs.cluster.gpus_per_node, checkpoints.inputs.job.ranks)
-
-
 def _cost_column(checkpoints: CheckpointPlan) -> Iterator[str]:
-    per_s, replicas = checkpoints.inputs.iteration_s, checkpoints.inputs.replicas
+    per_s, replicas, memory = checkpoints.inputs.iteration_s, checkpoints.inputs.replicas, PlannedMemory(checkpoints)
     average, peak = _traffic(checkpoints)
     yield f"{checkpoints.size}" if checkpoints.is_carried else f"{checkpoints.size}, falls behind"
     yield _size(peak * per_s)
@@ -329,12 +328,12 @@ def _cost_column(checkpoints: CheckpointPlan) -> Iterator[str]:
     yield _rates(replicas * average, replicas * peak)
     yield f"{checkpoints.average_replayed:.1f}"
     yield f"{checkpoints.most_replayed}"
-    yield f"{checkpoints.fetch_s:.2f} s"
+    yield f"{checkpoints.inputs.cluster.fetch_s(checkpoints.window_bytes):.2f} s"
     yield f"{checkpoints.expected_rollback * per_s:.1f} s"
     yield f"{checkpoints.updates_s:.2f} s" if checkpoints.updates_s else "-"
-    for nbytes in checkpoints.host_memory:
+    for nbytes in memory.of_rank:
         yield _size(nbytes)
-    yield _size(checkpoints.host_memory_of_node)
+    yield _size(memory.of_node)
 
 
 def _rates(average: float, peak: float) -> str:
@@ -380,7 +379,7 @@ def _too_large(stage: StagePlan) -> str:
 
 
 def _print_alternatives(checkpoints: CheckpointPlan, console: Console) -> None:
-    changes = [(what, size) for what, size in checkpoints.alternatives() if size != checkpoints.size]
+    changes = [(what, size) for what, size in alternatives(checkpoints.inputs) if size != checkpoints.size]
     if not changes:
         console.print(
             "Twice the bandwidth, another kind of window, one copy less or another number format would not change the "
@@ -391,7 +390,7 @@ def _print_alternatives(checkpoints: CheckpointPlan, console: Console) -> None:
     for what, size in changes:
         table.add_row(what, str(size))
     for size in _sizes_of_interest(checkpoints):
-        table.add_row(f"at least {_size(checkpoints.bandwidth_for(size))}/s per rank and copy", str(size))
+        table.add_row(f"at least {_size(bandwidth_for(checkpoints, size))}/s per rank and copy", str(size))
     console.print(table)
 
 
@@ -412,9 +411,9 @@ def as_json(plan: CheckpointPlan) -> dict[str, Any]:
 
 
 def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
-    inputs, dense = checkpoints.inputs, checkpoints.dense()
+    inputs, dense, memory = checkpoints.inputs, dense_plan(checkpoints), PlannedMemory(checkpoints)
     average, peak = _traffic(checkpoints)
-    snapshots, replicas, logs = checkpoints.host_memory
+    snapshots, replicas, logs = memory.of_rank
     return {
         "model": inputs.job.name,
         "ranks": inputs.job.ranks,
@@ -443,10 +442,11 @@ def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
         "most_replayed": checkpoints.most_replayed,
         "traffic_bytes_per_s": {"average": average, "peak": peak},
         "host_memory_bytes": {
-            "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": checkpoints.host_memory_of_node,
+            "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": memory.of_node,
         },
         "recovery_s": {
-            "fetch": checkpoints.fetch_s, "run_again": checkpoints.expected_rollback * inputs.iteration_s,
+            "fetch": inputs.cluster.fetch_s(checkpoints.window_bytes),
+            "run_again": checkpoints.expected_rollback * inputs.iteration_s,
             "updates": checkpoints.updates_s,
         },
         "stages": [_stage_as_json(stage, inputs.regime) for stage in checkpoints.stages],
@@ -454,12 +454,12 @@ def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
             "bytes": dense.bytes, "copy_s": dense.copy_s, "send_s": dense.send_s, "stall_s": dense.stall_s,
             "interval": dense.interval, "expected_rollback": dense.expected_rollback,
             "average_replayed": dense.average_replayed, "most_replayed": dense.most_replayed,
-            "host_memory_of_node_bytes": _of_node(checkpoints, dense.host_memory),
+            "host_memory_of_node_bytes": sum(dense.host_memory) * inputs.ranks_of_node,
         },
         "fits": fits(checkpoints) if inputs.cluster.host_memory_bytes is not None else None,
-        "alternatives": dict(checkpoints.alternatives()),
+        "alternatives": dict(alternatives(checkpoints.inputs)),
         "bandwidth_for_window": {
-            str(size): checkpoints.bandwidth_for(size) for size in _sizes_of_interest(checkpoints)
+            str(size): bandwidth_for(checkpoints, size) for size in _sizes_of_interest(checkpoints)
         },
     }  # fmt: skip
 

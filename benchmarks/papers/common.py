@@ -62,10 +62,8 @@ def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
 
 def simulated(strategy: StrategyCost, mtbf_s: float, hours: float = HOURS) -> float:
     """Return the mean ETTR of simulated trainings."""
-    model = FailureModel(mtbf_s, strategy.costs.nodes)
-    return statistics.fmean(
-        train(strategy.fresh(), model.draw(hours * 3600, seed), hours * 3600).ettr for seed in range(SEEDS)
-    )
+    model = FailureModel(mtbf_s, strategy.costs.plan.inputs.nodes)
+    return statistics.fmean(train(strategy, model.draw(hours * 3600, seed), hours * 3600).ettr for seed in range(SEEDS))
 
 
 def formula(overhead: float, recovery_s: float, mtbf_s: float) -> float:

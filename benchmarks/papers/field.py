@@ -103,7 +103,7 @@ def spaced(spacing_s: tuple[float, float], nodes: int, until_s: float, seed: int
 
 def simulated(source: Report, costs: Costs, ways: Iterable[str] = WAYS) -> dict[str, Cell]:
     """Return the results of each way of handling failures; all ways have the same failures."""
-    draws = draws_of(source, costs.nodes)
+    draws = draws_of(source, costs.plan.inputs.nodes)
     until_s = source.days * DAY_S
     return {way: cell_of(strategy_of(way, source, costs), draws, until_s, Spares()) for way in ways}
 

@@ -109,7 +109,7 @@ def figures_10(stated: Costs, slow: Costs, trace: Path | None) -> list[tuple[str
     """Return the texts and drawings of figures 10b, 10c and 10d; the text of 10c is also that of 10d."""
     if trace is None:
         return [("## Figure 10: the GCP trace\n\nLeft out: no --trace.", _draw_nothing), *[("", _draw_nothing)] * 2]
-    failures = [failure for failure in recorded(trace, stated.nodes) if failure.at_s < TRACE_S]
+    failures = [failure for failure in recorded(trace, stated.plan.inputs.nodes) if failure.at_s < TRACE_S]
     text, draw_experts, draw_lost = figures_10c_10d(slow, failures, TRACE_S)
     return [figure_10b(stated, slow, failures), (text, draw_experts), ("", draw_lost)]
 
@@ -122,7 +122,7 @@ def figure_10b(stated: Costs, slow: Costs, failures: Sequence[Failure]) -> tuple
     """Return the text and drawing of figure 10b: goodput on six hours of the GCP trace."""
     rows, lines = [], {}
     for name in SYSTEMS:
-        trained = [train(common.SYSTEMS[name](costs, 1140.0).fresh(), failures, TRACE_S) for costs in (stated, slow)]
+        trained = [train(common.SYSTEMS[name](costs, 1140.0), failures, TRACE_S) for costs in (stated, slow)]
         lines[name] = trained[1]
         rows.append((name, trained))
     own = rows[-1][1]
@@ -147,7 +147,7 @@ def figure_10b(stated: Costs, slow: Costs, failures: Sequence[Failure]) -> tuple
         f"""## Figure 10: the GCP trace
 
 In the first six hours of the trace, nodes leave at {len(failures)} moments. (The paper counts 24 failures, and does not
-say in which six hours.) Node numbers are taken modulo {stated.nodes}.
+say in which six hours.) Node numbers are taken modulo {stated.plan.inputs.nodes}.
 
 {table(header, body)}
 

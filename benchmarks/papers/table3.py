@@ -64,7 +64,7 @@ def strategy_of(system: System, costs: Costs, mtbf_s: float) -> StrategyCost:
         costs,
         interval=system.interval,
         stall_s=system.overhead * costs.iteration_s * system.interval,
-        lag=simulated_strategy.lag,
+        arrival=simulated_strategy.arrival,
         fetch_s=simulated_strategy.fetch_s,
     )
 

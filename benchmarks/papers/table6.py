@@ -15,6 +15,7 @@ from benchmarks.environment import measured_on
 from benchmarks.papers.common import scenario, table
 from benchmarks.papers.published import MODELS, Model
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.planned_memory import PlannedMemory
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.costs import GeminiCost, MoEvementCost
 from moevement_core.strategies.config import RecoveryKind
@@ -37,10 +38,10 @@ def row(model: Model) -> list[str]:
     window = next(system.interval for system in model.systems if system.name == "moevement")
     costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.inputs, window=window)))
     ranks, plan = costs.plan.inputs.job.ranks, costs.plan
-    snapshots, replicas, _ = plan.host_memory
+    snapshots, replicas, _ = PlannedMemory(plan).of_rank
     # The logs of all ranks of all stages.
-    logs = sum(plan.log_memory(stage) for stage in plan.stages) * costs.ranks_of_stage
-    an_iteration = sum(stage.log_bytes for stage in plan.stages) * costs.ranks_of_stage
+    logs = sum(PlannedMemory(plan).logs(stage) for stage in plan.stages) * costs.plan.inputs.job.ranks_of_stage
+    an_iteration = sum(stage.log_bytes for stage in plan.stages) * costs.plan.inputs.job.ranks_of_stage
     dense = GeminiCost(costs, 3600.0).host_bytes * ranks
     sparse = MoEvementCost(costs).host_bytes * ranks
     state = costs.job_bytes
@@ -63,7 +64,7 @@ def like_for_like(model: Model) -> list[str]:
     window = next(system.interval for system in model.systems if system.name == "moevement")
     assert window is not None, "the paper has a window for each model"
     plan = CheckpointPlan(replace(costs.plan.inputs, window=window))
-    of_window = sum(int(stage.window.slot_bytes[0].sum()) for stage in plan.stages) * costs.ranks_of_stage
+    of_window = sum(stage.window_bytes for stage in plan.stages) * costs.plan.inputs.job.ranks_of_stage
     each = 2 * of_window / model.parameters
     return [
         model.preset, str(window), f"{model.sparse_gb:.1f}", f"{model.sparse_gb * GB / model.parameters:.1f}",
@@ -96,7 +97,7 @@ def protected(model: Model) -> Iterator[list[str]]:
         cells = []
         for protection in PROTECTIONS.values():
             plan = CheckpointPlan(replace(costs.plan.inputs, window=window, **options, **protection))
-            own, kept, logs = plan.host_memory
+            own, kept, logs = PlannedMemory(plan).of_rank
             dense = 2 * max(stage.full_bytes for stage in plan.stages) * (1 + plan.inputs.replicas)
             cells.append(f"{(own + kept) / dense:.2f} ({(own + kept + logs) / dense:.2f})")
         yield [model.preset, str(window), way, *cells]

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.environment import measured_on
 from megatron.moevement.describe import describe
 from moevement_cli.plan import PRESETS
+from moevement_core.planning.alternatives import bandwidth_for
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import CLUSTERS, GB
 from moevement_core.planning.job import JobShape
@@ -87,8 +88,8 @@ def row(case: Case, shape: JobShape) -> str:
     cluster = CLUSTERS[case.cluster]
     inputs = PlanInput(shape, cluster, case.regime, case.iteration_s)
     both, copies_only = CheckpointPlan(inputs), CheckpointPlan(replace(inputs, replicas=0))
-    low = both.bandwidth_for(case.published)
-    high = both.bandwidth_for(case.published - 1)
+    low = bandwidth_for(both, case.published)
+    high = bandwidth_for(both, case.published - 1)
     nic = cluster.replication_bytes_per_s / inputs.replicas
     return (
         f"| {case.label} | {case.iteration_s:.2f} s | {case.published} | {copies_only.size} | {both.size} | "

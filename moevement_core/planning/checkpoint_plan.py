@@ -12,21 +12,18 @@ measurements:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from moevement_core.engine.memory import IN_FLIGHT
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.planning.cluster import Cluster
 from moevement_core.planning.job import JobShape, OperatorShape, StageShape
-from moevement_core.policy.holding import Kept, kept_of_table, most_held
+from moevement_core.policy.holding import Kept, kept_of_table
 from moevement_core.policy.popularity import Order, Ordering, order_operators
-from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS
 from moevement_core.policy.window import (
     Budget,
     PaperWindow,
@@ -35,28 +32,21 @@ from moevement_core.policy.window import (
     choose_window,
     find_window_size,
     impose_window,
-    peak_of_window,
 )
-from moevement_core.precision import TABLE_7, Regime
-from moevement_core.replication.parity.staging import AT_ONCE
+from moevement_core.precision import Regime
 from moevement_core.snapshot.agreement import MOST_PERIOD
-from moevement_core.snapshot.blocks import BLOCK
-from moevement_core.strategies import DenseSchedule, MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
+from moevement_core.strategies import MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
 from moevement_core.strategies.config import RecoveryKind
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
 """Assumed bytes per second that an update reads and writes in device memory: half of what NVIDIA states for the A100
 80GB, 2 TB/s."""
-_MASTER_BYTES = 4
-"""Bytes of one element of master weights in FP32, the widest format in a snapshot."""
 INTERRUPTED = 0.5
 """Mean share of an iteration that is done when a failure interrupts it.
 
 The expected rollback includes this share. Numbers of replayed iterations count only committed iterations.
 """
-DENSE_OVERHEAD = 0.03
-"""Largest share of training time that dense checkpoints of CheckFreq may cost, as in MoEvement's section 5.2."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +80,16 @@ class PlanInput:
     """False if a rank frees its own snapshots once all peers have copies."""
     to_disk: bool = False
     """True if ranks write windows to disk."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the job."""
+        return math.ceil(self.job.ranks / self.cluster.gpus_per_node)
+
+    @property
+    def ranks_of_node(self) -> int:
+        """Largest number of ranks of a node."""
+        return min(self.cluster.gpus_per_node, self.job.ranks)
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,11 @@ class StagePlan:
         return tuple(by_name[name] for name in self.table.names)
 
     @property
+    def window_bytes(self) -> int:
+        """Bytes of all slots of a window on a rank."""
+        return int(self.window.slot_bytes[0].sum())
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the full state of all operators of a rank, which is the size of its dense checkpoint."""
         return int(self.table.full.sum())
@@ -181,7 +186,7 @@ class CheckpointPlan:
 
     def __init__(self, inputs: PlanInput) -> None:
         self.inputs = inputs
-        self._nodes = nodes = math.ceil(inputs.job.ranks / inputs.cluster.gpus_per_node)
+        nodes = inputs.nodes
         if inputs.members and nodes < inputs.members + inputs.replicas:
             raise WindowError(
                 f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs at least "
@@ -266,8 +271,8 @@ class CheckpointPlan:
         The cap is :attr:`PlanInput.overhead_cap`. The result is at most :data:`MOST_PERIOD`, the limit of a live job,
         even if copies then cost more than the cap.
         """
-        slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
-        return math.ceil(min(MOST_PERIOD, slowed_s / (self.inputs.overhead_cap * self._iteration_s)))
+        slowed_s = self.contended_s(stage.window_bytes)
+        return math.ceil(min(MOST_PERIOD, slowed_s / (self.inputs.overhead_cap * self.inputs.iteration_s)))
 
     def contended_s(self, sent_bytes: float) -> float:
         """Return the seconds that training loses while a rank sends ``sent_bytes`` to each of its peers."""
@@ -281,11 +286,9 @@ class CheckpointPlan:
     @property
     def lag(self) -> int:
         """Lag L: the time to send the heaviest slot from host memory to all peers, in iterations, rounded up."""
-        return math.ceil(max(stage.budget.send_s(stage.window.peak_bytes) for stage in self.stages) / self._iteration_s)
-
-    @property
-    def _iteration_s(self) -> float:
-        return self.inputs.iteration_s
+        return math.ceil(
+            max(stage.budget.send_s(stage.window.peak_bytes) for stage in self.stages) / self.inputs.iteration_s
+        )
 
     @property
     def stall_s(self) -> float:
@@ -301,7 +304,7 @@ class CheckpointPlan:
         return max(
             0.0,
             max(sum(stage.budget.send_s(slot) for slot in stage.window.slot_bytes[0]) for stage in self.stages)
-            - self.period * self._iteration_s,
+            - self.period * self.inputs.iteration_s,
         )
 
     @property
@@ -319,85 +322,6 @@ class CheckpointPlan:
         """Largest number of committed iterations that a recovery replays."""
         return self.binding_stage.schedule.rollback(self.lag).most
 
-    def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
-        """Return the bytes of host memory for the snapshots that one rank keeps, as a mean over the ranks of its stage.
-
-        Args:
-            stage: plan of the rank's stage.
-            lag: largest lag of peers, in iterations; None for the lag for which a live rank allocates memory.
-        """
-        return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
-
-    def own_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory for a rank's own snapshots."""
-        keeps_own_copies = (
-            self.inputs.keeps_own_copies or self.inputs.to_disk
-        )  # Windows on disk are written from own snapshots.
-        if keeps_own_copies or self.inputs.members or not self.inputs.replicas:
-            return self.snapshot_memory(stage)
-        in_flight = math.ceil(np.mean([most_held(kept[:, :1], IN_FLIGHT) for kept in stage.kept]))
-        return min(self.snapshot_memory(stage), in_flight)
-
-    def parity_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory that a rank needs to keep one parity sum of one parity group.
-
-        A parity sum is as long as the longest snapshot of the group. The result includes buffers for the blocks of
-        snapshots that the rank adds up at the same time.
-        """
-        longest = np.max(self._kept(stage), axis=0)
-        tensor = max(
-            tensor.elements * _MASTER_BYTES // operator.shards
-            for operator in stage.shape.operators
-            for tensor in operator.tensors
-        )
-        return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
-
-    def _kept(self, stage: StagePlan) -> Sequence[Kept]:
-        """Return the bytes that a rank keeps of each snapshot of a window, for each rank of a stage.
-
-        A rank frees parts of a snapshot that later snapshots replace. With parity or windows on disk it frees nothing,
-        because parity sums and files contain whole snapshots.
-        """
-        is_whole = self.inputs.members or self.inputs.to_disk
-        return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
-
-    def _slots(self, stage: StagePlan, lag: int | None) -> int:
-        return stage.schedule.retention(
-            self._lag_allowed if lag is None else lag, to_disk=self.inputs.to_disk
-        ).slots_at_first
-
-    def log_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory for a rank's boundary log.
-
-        The log holds all iterations since the oldest snapshot from which a recovery may begin.
-        """
-        reach = stage.schedule.retention(self._lag_allowed, to_disk=self.inputs.to_disk).logged_at_first
-        return reach * stage.log_bytes
-
-    @property
-    def _lag_allowed(self) -> int:
-        return max(self.lag, LAG_ALLOWANCE)
-
-    @property
-    def host_memory(self) -> tuple[int, int, int]:
-        """Bytes of host memory of a rank: its own snapshots, copies or parity for other ranks, and boundary logs.
-
-        Snapshots, copies and parity are those of the stage with the heaviest snapshots. Logs are those of the stage
-        with the largest logs.
-        """
-        heaviest = max(self.stages, key=self.snapshot_memory)
-        if self.inputs.members:
-            groups = -(-self._nodes // self.inputs.members)  # The members of a group are on different nodes.
-            kept = math.ceil(self.inputs.replicas * groups * self.parity_memory(heaviest) / self._nodes)
-        else:
-            kept = self.inputs.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
-        return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
-
-    @property
-    def host_memory_of_node(self) -> int:
-        """Bytes of host memory that all ranks of a node need: :attr:`host_memory` times the ranks of a node."""
-        return sum(self.host_memory) * min(self.inputs.cluster.gpus_per_node, self.inputs.job.ranks)
-
     @cached_property
     def paper_window(self) -> PaperWindow:
         """Window by Algorithm 1 of the paper, for the stage with most bytes of full state.
@@ -409,30 +333,17 @@ class CheckpointPlan:
         count = len(stage.table)
         return find_window_size(
             operators=count,
-            iteration_s=self._iteration_s,
+            iteration_s=self.inputs.iteration_s,
             compute_bytes=stage.compute_bytes / count,
             master_bytes=stage.full_bytes / count,
             optimizer_bytes=0,
             bytes_per_s=self.inputs.cluster.d2h_bytes_per_s,
         )
 
-    def bandwidth_for(self, size: int) -> float:
-        """Return the smallest bandwidth with which the window of the job has ``size`` iterations or fewer.
-
-        Args:
-            size: window in iterations.
-
-        Returns:
-            Bytes per second for the snapshots of one rank. A snapshot counts once, even if several peers receive it.
-        """
-        return max(peak_of_window(s.weighed, s.order, size, s.own.kind) for s in self.stages) / self._iteration_s
-
     @property
-    def fetch_s(self) -> float:
-        """Seconds in which a rank fetches all slots of a window from one peer, and copies them to its device."""
-        cluster = self.inputs.cluster
-        nbytes = max(int(stage.window.slot_bytes[0].sum()) for stage in self.stages)
-        return nbytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
+    def window_bytes(self) -> int:
+        """Bytes of all slots of a window on the rank for which they are most."""
+        return max(stage.window_bytes for stage in self.stages)
 
     @property
     def updates_s(self) -> float:
@@ -452,113 +363,3 @@ class CheckpointPlan:
     def is_carried(self) -> bool:
         """True if a rank can copy and send every slot within one iteration."""
         return not any(stage.window.over_budget for stage in self.stages)
-
-    def dense(self, interval: int | None = None) -> DensePlan:
-        """Return the plan of dense checkpoints in peers' memory, for the same model and bandwidths.
-
-        Args:
-            interval: iterations from one checkpoint to the next. None: the shortest interval that meets two conditions:
-                stalls stay within :data:`DENSE_OVERHEAD`, and one checkpoint ends before the next begins.
-        """
-        stage = max(self.stages, key=lambda stage: stage.full_bytes)
-        copy_s = stage.full_bytes / self.inputs.cluster.d2h_bytes_per_s
-        stall_s = max(0.0, copy_s - self._iteration_s)
-        send_s = stage.budget.send_s(stage.full_bytes)
-        hidden = max(1, math.ceil(stall_s / (DENSE_OVERHEAD * self._iteration_s)))
-        interval = interval or max(hidden, math.ceil(max(copy_s, send_s) / self._iteration_s))
-        sent_late = math.ceil(send_s / self._iteration_s)
-        lag = math.ceil(copy_s / self._iteration_s) + sent_late
-        schedule = DenseSchedule(stage.table, interval)
-        own, kept = (
-            schedule.retention(late, to_disk=self.inputs.to_disk).slots_at_first
-            for late in (max(sent_late, LAG_ALLOWANCE), 0)
-        )
-        logged = schedule.retention(max(sent_late, LAG_ALLOWANCE), to_disk=self.inputs.to_disk).logged_at_first
-        host_memory = (
-            own * stage.full_bytes,
-            self.inputs.replicas * kept * stage.full_bytes,
-            logged * max(stage.log_bytes for stage in self.stages),
-        )
-        return DensePlan(
-            bytes=stage.full_bytes,
-            copy_s=copy_s,
-            send_s=send_s,
-            stall_s=stall_s,
-            interval=interval,
-            lag=lag,
-            host_memory=host_memory,
-        )
-
-    def alternatives(self) -> Iterator[tuple[str, int]]:
-        """Yield possible changes of the inputs: a description of each, and the window W that the plan then has.
-
-        Each item changes one input: twice the bandwidth to the host, twice the network bandwidth, rolling instead of
-        aligned windows (or the reverse), iterations twice as long, one replica less, or the number formats of a row of
-        MoEvement's table 7.
-        """
-        inputs = replace(self.inputs, window=None)
-        cluster, scaling = inputs.cluster, inputs.regime.scaling
-        faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
-        faster_network = cluster.with_faster_network(2)
-        other = WindowKind.ROLLING if inputs.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
-        changes = {
-            "twice the bandwidth from device to host": replace(inputs, cluster=faster_copies),
-            "twice the network bandwidth": replace(inputs, cluster=faster_network),
-            f"{other} window": replace(inputs, kind=other),
-            "iterations twice as long": replace(inputs, iteration_s=2 * inputs.iteration_s),
-        }
-        if inputs.replicas:
-            changes["one replica less"] = replace(inputs, replicas=inputs.replicas - 1)
-        for regime in TABLE_7:
-            changes[f"regime {regime}"] = replace(inputs, regime=replace(regime, scaling=scaling))
-        for name, change in changes.items():
-            yield name, CheckpointPlan(change).size
-
-
-@dataclass(frozen=True)
-class DensePlan:
-    """Plan of dense checkpoints in the memory of peers, as in GEMINI, for a rank of the stage with most bytes of state.
-
-    The default interval keeps the overhead within CheckFreq's bound of 3%.
-    """
-
-    bytes: int
-    copy_s: float
-    send_s: float
-    """Seconds to send a checkpoint to every peer."""
-    stall_s: float
-    """Seconds by which one checkpoint delays training, because its copy to the host takes longer than an iteration."""
-    interval: int
-    """Iterations from one checkpoint to the next.
-
-    The default is the shortest interval for which stalls cost at most 3% of training time, and one checkpoint ends
-    before the next begins.
-    """
-
-    lag: int
-    """Lag of a checkpoint: iterations from its start until every peer has received it."""
-    host_memory: tuple[int, int, int]
-    """Bytes of host memory of a rank with ``--moevement-strategy dense``.
-
-    The three numbers are for the rank's own checkpoints, for copies that it keeps for other ranks, and for its boundary
-    log.
-    """
-
-    def fetch_s(self, cluster: Cluster) -> float:
-        """Return the seconds that a rank needs to fetch a checkpoint from one peer and copy it to its device."""
-        return self.bytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
-
-    @property
-    def expected_rollback(self) -> float:
-        """Mean iterations of work that a failure costs: half of the interval (MoEvement, section 3.6), plus the lag."""
-        return self.interval / 2 + self.lag
-
-    @property
-    def average_replayed(self) -> float:
-        """Mean committed iterations that a recovery replays."""
-        return self.expected_rollback - INTERRUPTED
-
-    @property
-    def most_replayed(self) -> int:
-        """Largest number of committed iterations that a recovery replays."""
-        return self.interval - 1 + self.lag

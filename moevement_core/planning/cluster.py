@@ -86,6 +86,10 @@ class Cluster:
         """Return the seconds that a node's links need for ``nbytes`` from each of its GPUs, without other traffic."""
         return nbytes * self.gpus_per_node / self.network_bytes_per_s
 
+    def fetch_s(self, nbytes: float) -> float:
+        """Return the seconds in which a rank fetches ``nbytes`` from one peer, and copies them to its device."""
+        return nbytes / min(self.replication_bytes_per_s, self.d2h_bytes_per_s)
+
     def with_faster_network(self, factor: float) -> Cluster:
         """Return this cluster with network bandwidth, and measured bandwidth of copies, multiplied by ``factor``."""
         measured = None if self.copy_bytes_per_s is None else factor * self.copy_bytes_per_s

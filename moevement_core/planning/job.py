@@ -160,6 +160,11 @@ class JobShape:
             )
 
     @property
+    def ranks_of_stage(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.ranks // self.pipeline_parallel
+
+    @property
     def tied_stages(self) -> frozenset[int]:
         """Stages that hold copies of the same embedding; empty if only one stage holds it.
 

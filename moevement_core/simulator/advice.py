@@ -113,7 +113,7 @@ class Choice:
         recovery_s = spent_s / failures if failures else self.strategy.expected_recovery_s()
         whole_again_s = recovery_s + self.strategy.interval * costs.iteration_s
         # A given node of the job fails once in nodes x MTBF.
-        before = min(1.0, whole_again_s / (mtbf_s * costs.nodes))
+        before = min(1.0, whole_again_s / (mtbf_s * costs.plan.inputs.nodes))
         return MONTH_S / mtbf_s * min(1.0, self.cell.together + before) ** self.copies
 
     @property
@@ -190,8 +190,7 @@ def fits(strategy: StrategyCost) -> bool:
 
 def node_bytes(strategy: StrategyCost) -> float:
     """Return the bytes of host memory that a strategy takes on a node."""
-    inputs = strategy.costs.plan.inputs
-    return strategy.host_bytes * min(inputs.cluster.gpus_per_node, inputs.job.ranks)
+    return strategy.host_bytes * strategy.costs.plan.inputs.ranks_of_node
 
 
 class Variants:
@@ -249,7 +248,7 @@ def advise(
     copies = costs.plan.inputs.replicas
     choices = choices_of(variants, draws, until_s=until_s, spares=spares, rows=rows, fixed=fixed)
     by_copies = {copies: choices}
-    for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
+    for count in range(1, min(MOST_COPIES, max(1, costs.plan.inputs.nodes - 1)) + 1):
         if count != copies and variants.of(costs.plan.inputs.kind, copies=count) is not None:
             by_copies[count] = choices_of(
                 variants, draws, until_s=until_s, spares=spares, rows=(), fixed=fixed, copies=count

@@ -115,8 +115,7 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
 def cell_of(strategy: StrategyCost, draws: Draws, until_s: float, spares: Spares) -> Cell:
     """Simulate one training with each list of failures in ``draws``, and return the results of the strategy."""
     job = strategy.costs.plan.inputs.job
-    # A strategy may change during a training, so each training begins with a strategy in its initial state.
-    outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
+    outcomes = tuple(train(strategy, failures, until_s, spares) for failures in draws.failures)
     return Cell(
         job=job.name,
         ranks=job.ranks,

@@ -40,11 +40,6 @@ class IterationTime:
         return max(pipeline.simulate() for pipeline in self.pipelines) + self.sync_s + self.update_s
 
     @property
-    def closed_form_s(self) -> float:
-        """Seconds of an iteration by the closed form of MoEvement, appendix C."""
-        return max(pipeline.closed_form() for pipeline in self.pipelines) + self.sync_s + self.update_s
-
-    @property
     def stages(self) -> int:
         """Number of pipeline stages, S."""
         return self.pipelines[0].stages
@@ -119,7 +114,7 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     pipeline = SimulatedPipeline(
         forward_s=forward, backward_s=backward, micro_batches=job.micro_batches, chunks=job.chunks, send_s=size.send_s
     )
-    of_stage = job.ranks // job.pipeline_parallel
+    of_stage = job.ranks_of_stage
     time = IterationTime(
         pipelines=(pipeline,),
         sync_s=_profiled_sync_s(profile, size, of_stage),
@@ -217,7 +212,7 @@ def _sync_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
         for operator in stage.operators
         if operator.shards > 1
     )
-    inside = job.ranks // job.pipeline_parallel <= cluster.gpus_per_node
+    inside = job.ranks_of_stage <= cluster.gpus_per_node
     assert cluster.link_bytes_per_s is not None
     return nbytes / (cluster.link_bytes_per_s if inside else cluster.network_bytes_per_s / cluster.gpus_per_node)
 
@@ -235,7 +230,7 @@ def _on_nodes(pipeline: SimulatedPipeline, job: JobShape, cluster: Cluster) -> l
     """
     if not cluster.speeds:
         return [pipeline]
-    of_stage = job.ranks // job.pipeline_parallel
+    of_stage = job.ranks_of_stage
     of_replica = of_stage // job.data_parallel
     different = set()
     for replica in range(job.data_parallel):

@@ -58,12 +58,8 @@ class SimulatedPipeline:
         slowest = max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
         return (self.micro_batches + (self.stages - 1) / self.chunks) * slowest
 
-    def alone(self, stage: int) -> float:
-        """Return the seconds in which ``stage`` replays an iteration from logs, without a bubble (section 3.4)."""
-        return self.part([stage]).simulate()
-
     def part(self, stages: Sequence[int]) -> SimulatedPipeline:
-        """Return the pipeline that some neighbouring stages form when they replay without the other stages.
+        """Return the pipeline that some neighbouring stages form when they replay without other stages (section 3.4).
 
         Inputs from other stages are always ready, because they come from logs. The result has the 1F1B schedule, in
         which each pass goes through all chunks of its stage.

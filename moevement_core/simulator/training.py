@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moevement_core.simulator.costs import StrategyCost
+from moevement_core.simulator.costs import LostState, StrategyCost
 from moevement_core.simulator.failures import Failure
 
 
@@ -78,7 +78,7 @@ def train(
     recovery starts again, and then covers all nodes that failed since the last complete recovery.
 
     Args:
-        strategy: a strategy in its initial state; the training may change it.
+        strategy: strategy of the training. The training begins with its initial state, and does not change it.
         failures: failures in order of time.
         until_s: wall seconds of the training.
         spares: spare nodes; None for an unlimited number.
@@ -90,7 +90,7 @@ def train(
     )
     pool = _Pool(spares or Spares())
     run_iterations = max(1, math.floor(until_s / iteration_s))
-    strategy.begin(run_iterations)
+    strategy = strategy.fresh(run_iterations)
     recovering, failed_at, into = dict[str, float](), 0.0, 0.0
     lost, lost_hosts = set[int](), set[int]()
     for failure in (*(drawn for drawn in failures if drawn.at_s < until_s), Failure(until_s, ())):
@@ -108,7 +108,7 @@ def train(
             replaced = () if failure.keeps_memory else failure.nodes
             lost |= set(failure.nodes)
             lost_hosts |= set(replaced)
-            recovery = strategy.recover(outcome.iterations, lost, into, lost_hosts)
+            recovery = strategy.recover(LostState(outcome.iterations, into, lost, lost_hosts))
             outcome.from_storage += recovery.from_storage
             outcome.tokens_lost += recovery.tokens_lost
             if recovery.experts_saved is not None:

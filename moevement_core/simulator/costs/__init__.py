@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.costs.costs import Costs
 from moevement_core.simulator.costs.dense_cost import (
     CheckFreqCost,
     DenseCost,
@@ -20,12 +21,12 @@ from moevement_core.simulator.costs.dense_cost import (
 from moevement_core.simulator.costs.moetion_cost import MoEtionCost, Optimizations
 from moevement_core.simulator.costs.partial_cost import MoCCost
 from moevement_core.simulator.costs.sparse_cost import MoEvementCost, RedoCost, Techniques
-from moevement_core.simulator.costs.strategy_cost import Costs, RecoveryCost, StrategyCost
+from moevement_core.simulator.costs.strategy_cost import LostState, RecoveryCost, StrategyCost
 
 __all__ = [
     "STRATEGIES", "CheckFreqCost", "Costs", "DenseCost", "DenseSynchronousCost", "DenseToPeersCost", "GeminiCost",
-    "MoCCost", "MoEtionCost", "MoEvementCost", "NoCheckpointsCost", "Optimizations", "RecoveryCost", "RedoCost",
-    "StrategyCost", "Techniques",
+    "LostState", "MoCCost", "MoEtionCost", "MoEvementCost", "NoCheckpointsCost", "Optimizations", "RecoveryCost",
+    "RedoCost", "StrategyCost", "Techniques",
 ]  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Collection
 
 from moevement_core.errors import ConfigError
-from moevement_core.planning.checkpoint_plan import DENSE_OVERHEAD
-from moevement_core.simulator.costs.strategy_cost import Costs, StrategyCost
+from moevement_core.planning.dense_plan import DENSE_OVERHEAD
+from moevement_core.simulator.costs.costs import Costs
+from moevement_core.simulator.costs.strategy_cost import StrategyCost
 
 
 class NoCheckpointsCost(StrategyCost):
@@ -17,6 +18,7 @@ class NoCheckpointsCost(StrategyCost):
     in_memory = False
     overhead_s = 0.0
     interval = 0
+    arrival = 0.0
     fetch_s = 0.0
     copied_bytes = 0.0
     host_bytes = 0.0
@@ -34,7 +36,7 @@ class DenseCost(StrategyCost):
         costs: costs of the job.
         interval: iterations from one checkpoint to the next.
         stall_s: seconds for which training waits for one checkpoint.
-        lag: iterations from the start of a checkpoint until peers or storage have all of it.
+        arrival: iterations from the start of a checkpoint until peers or storage have all of it.
         fetch_s: seconds to load the whole state of a rank back to its device.
         in_memory: True if peers keep checkpoints; False if storage keeps them, and host memory is only a buffer.
     """
@@ -42,18 +44,18 @@ class DenseCost(StrategyCost):
     name = "dense-interval"
 
     def __init__(
-        self, costs: Costs, interval: int, stall_s: float, lag: float, fetch_s: float, *, in_memory: bool = False
+        self, costs: Costs, interval: int, stall_s: float, arrival: float, fetch_s: float, *, in_memory: bool = False
     ) -> None:
         super().__init__(costs)
         if interval < 1:
             raise ConfigError(f"a checkpoint every {interval} iterations; the interval has to be 1 or more")
-        self._interval, self._stall_s, self.lag, self._fetch_s = interval, stall_s, lag, fetch_s
+        self._interval, self._stall_s, self._arrival, self._fetch_s = interval, stall_s, arrival, fetch_s
         self.in_memory = in_memory
 
     @property
     def overhead_s(self) -> float:
         """Mean seconds that checkpoints add to an iteration: waits for copies, and slower training during copies."""
-        return self._stall_s / self._interval + self.slowed_s
+        return self._stall_s / self._interval + self.costs.slowed_s(self.copied_bytes, self.sent_bytes)
 
     @property
     def interval(self) -> int:
@@ -61,12 +63,17 @@ class DenseCost(StrategyCost):
         return self._interval
 
     @property
+    def arrival(self) -> float:
+        """Iterations from the start of a checkpoint until peers or storage have all of it."""
+        return self._arrival
+
+    @property
     def fetch_s(self) -> float:
         """Seconds to load the whole state of a rank back to its device."""
         return self._fetch_s
 
     @property
-    def local_fetch_s(self) -> float:
+    def _local_fetch_s(self) -> float:
         """Seconds to load the whole state of a rank if its own host's memory survives.
 
         If checkpoints are in storage, the rank reads them from there all the same.
@@ -91,16 +98,6 @@ class DenseCost(StrategyCost):
         """
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.inputs.replicas if self.in_memory else 0))
 
-    def rollback(self, committed: int, into: float) -> int:
-        """Return the number of iterations since the newest checkpoint that has reached peers or storage."""
-        there = max(0, self.newest(committed, into, self.lag))
-        return committed - there // self._interval * self._interval
-
-    @property
-    def expected_rollback(self) -> float:
-        """Mean rollback in iterations: half of the interval (MoEvement, section 2.4), plus :attr:`lag`."""
-        return self._interval / 2 + self.lag
-
 
 class DenseSynchronousCost(DenseCost):
     """Strategy that stops training while it writes the whole state to storage.
@@ -116,15 +113,15 @@ class DenseSynchronousCost(DenseCost):
             costs,
             interval=interval or young_daly(costs, write_s, mtbf_s),
             stall_s=write_s,
-            lag=0,
+            arrival=0,
             fetch_s=costs.store_s(),
         )
 
 
-def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
-    """Return two costs of a dense checkpoint to peers: the seconds for which training waits, and the lag in iterations.
+def sent_dense(costs: Costs, hidden: int) -> tuple[float, float, float]:
+    """Return the costs of a dense checkpoint at peers: seconds for which training waits, arrival, seconds of a fetch.
 
-    The lag is the time until peers have the whole checkpoint.
+    The arrival is the time until peers have the whole checkpoint, in iterations.
 
     Args:
         costs: costs of the job.
@@ -132,7 +129,8 @@ def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
             them, training waits until the transfer ends.
     """
     busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
-    return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
+    fetch_s = costs.plan.inputs.cluster.fetch_s(costs.full_bytes)
+    return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s, fetch_s
 
 
 class DenseToPeersCost(DenseCost):
@@ -144,17 +142,15 @@ class DenseToPeersCost(DenseCost):
     name = "dense-to-peers"
 
     def __init__(self, costs: Costs, interval: int) -> None:
-        stall_s, lag = sent_dense(costs, interval)
-        super().__init__(
-            costs, interval, stall_s=stall_s, lag=lag, fetch_s=costs.fetch_s(costs.full_bytes), in_memory=True
-        )
+        stall_s, arrival, fetch_s = sent_dense(costs, interval)
+        super().__init__(costs, interval, stall_s=stall_s, arrival=arrival, fetch_s=fetch_s, in_memory=True)
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
         """Return the seconds of a replayed iteration, on the slowest group of stages that replay together.
 
         A group of one stage has no pipeline bubble.
         """
-        return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
+        return max(self.costs.time.segment_s(segment) for segment in self.costs.placement.segments(nodes))
 
 
 class CheckFreqCost(DenseCost):
@@ -171,7 +167,9 @@ class CheckFreqCost(DenseCost):
         delay_s = stall_s + costs.interference * copy_s
         hidden = math.ceil(delay_s / (DENSE_OVERHEAD * costs.iteration_s))
         interval = interval or max(1, hidden, costs.iterations(max(copy_s, write_s)))
-        super().__init__(costs, interval, stall_s=stall_s, lag=(copy_s + write_s) / costs.iteration_s, fetch_s=write_s)
+        super().__init__(
+            costs, interval, stall_s=stall_s, arrival=(copy_s + write_s) / costs.iteration_s, fetch_s=write_s
+        )
 
 
 class GeminiCost(DenseCost):
@@ -205,10 +203,8 @@ class GeminiCost(DenseCost):
             interval = _best_interval(costs, mtbf_s, is_spread)
         elif interval is None:
             interval = young_daly(costs, sent_dense(costs, 1)[0], mtbf_s)
-        stall_s, lag = sent_dense(costs, interval if is_spread else 1)
-        super().__init__(
-            costs, interval, stall_s=stall_s, lag=lag, fetch_s=costs.fetch_s(costs.full_bytes), in_memory=True
-        )
+        stall_s, arrival, fetch_s = sent_dense(costs, interval if is_spread else 1)
+        super().__init__(costs, interval, stall_s=stall_s, arrival=arrival, fetch_s=fetch_s, in_memory=True)
         if not is_spread:
             self.name = "gemini-stalling"
         elif not is_oracle:
@@ -217,7 +213,7 @@ class GeminiCost(DenseCost):
 
 def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
     """Return the interval, in iterations, with the best ETTR of :class:`GeminiCost` by the formula of MoEvement."""
-    delay_s = sent_dense(costs, 1)[0] + GeminiCost(costs, mtbf_s, interval=1).slowed_s
+    delay_s = sent_dense(costs, 1)[0] + costs.slowed_s(costs.full_bytes, costs.full_bytes)
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
         range(1, longest + 1),

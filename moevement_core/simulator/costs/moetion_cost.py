@@ -6,14 +6,15 @@ MoEtion selects the experts that had most tokens since they were last saved.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from moevement_core.operators import OperatorKind
 from moevement_core.simulator import selection
 from moevement_core.simulator.bubbles import Bubbles, Split, bubbles_of
+from moevement_core.simulator.costs.costs import Costs
 from moevement_core.simulator.costs.partial_cost import PartialCost
-from moevement_core.simulator.costs.strategy_cost import Costs, RecoveryCost
+from moevement_core.simulator.costs.strategy_cost import LostState
 
 GRADIENT_BYTES = 2
 """Bytes of one gradient element, if a rank sends gradients in place of state (MoEtion, section 5.2)."""
@@ -72,14 +73,15 @@ class MoEtionCost(PartialCost):
         optimizer state (ZeRO, Megatron's distributed optimizer), because then no two ranks hold the same part. In a job
         of several nodes, the result is also 0 if all ranks of the stage are on one node, because they fail together.
         """
-        job, stage = self.costs.plan.inputs.job, self.costs.plan.stages[self.stage]
-        if not self.optimizations.skips_replicated or len(self.costs.nodes_of(self.stage)) < min(2, self.costs.nodes):
+        inputs, stage = self.costs.plan.inputs, self.costs.plan.stages[self.stage]
+        nodes = self.costs.placement.nodes_of(self.stage)
+        if not self.optimizations.skips_replicated or len(nodes) < min(2, inputs.nodes):
             return 0
-        sizes = zip(stage.operators, stage.table.full[0].tolist(), strict=True)
+        shards = inputs.job.data_parallel * inputs.job.context_parallel
         return sum(
             size
-            for operator, size in sizes
-            if operator.kind is not OperatorKind.EXPERT and operator.shards < job.data_parallel * job.context_parallel
+            for operator, size in zip(stage.operators, stage.table.full[0].tolist(), strict=True)
+            if operator.kind is not OperatorKind.EXPERT and operator.shards < shards
         )
 
     @cached_property
@@ -220,43 +222,27 @@ class MoEtionCost(PartialCost):
     @property
     def slowed_s(self) -> float:
         """Mean seconds that copies to the host and to peers add to an iteration; copies in bubbles add none."""
-        beside = self._copied.beside / self.interval
-        return self.costs.interference * self.costs.copy_s(beside) + self.contended_s
+        return self.costs.slowed_s(self._copied.beside / self.interval, self._sent.beside / self.interval)
 
-    @property
-    def contended_s(self) -> float:
-        """Mean seconds by which sends to peers lengthen an iteration; sends in pipeline bubbles add none."""
-        return self.costs.plan.contended_s(self._sent.beside / self.interval)
-
-    def survives(self, lost_hosts: Collection[int]) -> bool:
-        """Return True if the state of every rank is left after the host memory of ``lost_hosts`` is lost.
+    def _survives(self, hosts: Collection[int]) -> bool:
+        """Return True if the state of every rank is left after the host memory of ``hosts`` is lost.
 
         For each rank on these hosts, a peer must still have a copy. If ranks do not send all of their state, another
         data-parallel rank must still hold the part that they do not send.
         """
-        if not super().survives(lost_hosts):
+        if not super()._survives(hosts):
             return False
-        stages = range(len(self.costs.plan.stages))
-        lost = set(lost_hosts)
-        return not self.replicated_bytes or not any(self.costs.nodes_of(stage) <= lost for stage in stages)
+        stages, lost = range(len(self.costs.plan.stages)), set(hosts)
+        return not self.replicated_bytes or not any(self.costs.placement.nodes_of(stage) <= lost for stage in stages)
 
-    def recover(
-        self,
-        committed: int,
-        nodes: Collection[int] = (0,),
-        into: float = 0.5,
-        lost_hosts: Collection[int] | None = None,
-    ) -> RecoveryCost:
-        """Return the cost of a failure. Experts that the newest snapshot leaves out go back to their last saved state.
+    def _tokens_lost(self, lost: LostState) -> float:
+        """Return the updates that are lost. Experts that the newest snapshot leaves out go back to their saved state.
 
         The experts of lost nodes come from peers. The experts of all other nodes come from their own hosts, which have
         newer versions than peers (section 6).
         """
-        recovery = super().recover(committed, nodes, into, lost_hosts)
-        if recovery.from_storage:
-            return replace(recovery, experts_saved=self.experts_saved)
-        from_peers = len(set(nodes if lost_hosts is None else lost_hosts)) / self.costs.nodes
+        from_peers = len(lost.hosts) / self.costs.plan.inputs.nodes
         if not self.costs.plan.inputs.keeps_own_copies:
             from_peers = 1.0
-        lost = from_peers * self.risks.peer_risk + (1 - from_peers) * self.risks.host_risk
-        return replace(recovery, tokens_lost=min(lost, float(committed)), experts_saved=self.experts_saved)
+        tokens_lost = from_peers * self.risks.peer_risk + (1 - from_peers) * self.risks.host_risk
+        return min(tokens_lost, float(lost.committed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,7 +12,8 @@ import numpy.typing as npt
 
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moevement_core.simulator.costs.strategy_cost import Costs, RecoveryCost, StrategyCost, popularity
+from moevement_core.simulator.costs.costs import Costs, popularity
+from moevement_core.simulator.costs.strategy_cost import LostState, RecoveryCost, StrategyCost
 
 
 class PartialCost(StrategyCost):
@@ -51,10 +51,10 @@ class PartialCost(StrategyCost):
     @property
     def fetch_s(self) -> float:
         """Seconds to fetch the whole state of a rank from a peer."""
-        return self.costs.fetch_s(self.costs.full_bytes)
+        return self.costs.plan.inputs.cluster.fetch_s(self.costs.full_bytes)
 
     @property
-    def local_fetch_s(self) -> float:
+    def _local_fetch_s(self) -> float:
         """Seconds to copy the whole state of a rank from its own host to the device."""
         return self.costs.copy_s(self.costs.full_bytes)
 
@@ -67,6 +67,11 @@ class PartialCost(StrategyCost):
         """
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s
+
+    @property
+    @abstractmethod
+    def experts_saved(self) -> int:
+        """Number of experts of each layer in a snapshot; mean over layers."""
 
     @property
     @abstractmethod
@@ -101,26 +106,20 @@ class PartialCost(StrategyCost):
     def busy_s(self) -> float:
         """Seconds from the start of a snapshot until all peers have it."""
 
-    def rollback(self, committed: int, into: float) -> int:
-        """Return the number of iterations since the newest snapshot that all peers have."""
-        there = max(0, self.newest(committed, into, self.arrival))
-        return committed - there // self.interval * self.interval
-
     @property
-    def expected_rollback(self) -> float:
-        """Mean rollback in iterations: half of the interval, plus :attr:`arrival`."""
-        return self.arrival + self.interval / 2
+    def slowed_s(self) -> float:
+        """Mean seconds that copies to the host and to peers add to an iteration, because they slow training down."""
+        return self.costs.slowed_s(self.copied_bytes, self.sent_bytes)
 
-    def loses(self, ages: npt.NDArray[np.float64]) -> float:
-        """Return the updates that a failure loses, in iterations: the mean of ``ages``, weighted by :attr:`popularity`.
+    def recover(self, lost: LostState) -> RecoveryCost:
+        """Return the cost of a failure. Experts that the newest snapshot leaves out lose their newest updates."""
+        recovery = super().recover(lost)
+        tokens_lost = 0.0 if recovery.from_storage else self._tokens_lost(lost)
+        return replace(recovery, tokens_lost=tokens_lost, experts_saved=self.experts_saved)
 
-        MoC-System's proportion of lost tokens (PLT) is the sum of these losses over all failures, divided by the number
-        of trained iterations.
-
-        Args:
-            ages: iterations since each expert was saved, ``[experts]``.
-        """
-        return float((self.popularity * ages).sum()) / self.layers
+    @abstractmethod
+    def _tokens_lost(self, lost: LostState) -> float:
+        """Return the updates of experts that a failure loses, in iterations (:attr:`RecoveryCost.tokens_lost`)."""
 
 
 class MoCCost(PartialCost):
@@ -150,18 +149,25 @@ class MoCCost(PartialCost):
     ) -> None:
         super().__init__(costs, interval)
         self.dynamic = DynamicK.of(experts_saved or None, self.experts, limit)
-        self.experts_saved = self.dynamic.first
-        """K, the present number of experts of each layer in a snapshot."""
+        self._experts_saved = self.dynamic.first
         self.lost = 0.0
         """Updates that the failures so far have lost, in iterations, as in :attr:`RecoveryCost.tokens_lost`."""
-        self._is_length_known = is_length_known
+        self._is_length_known, self._run_iterations = is_length_known, 0
         self._recovered = 0
 
-    def fresh(self) -> StrategyCost:
+    @property
+    def experts_saved(self) -> int:
+        """K, the present number of experts of each layer in a snapshot."""
+        return self._experts_saved
+
+    def fresh(self, run_iterations: int) -> MoCCost:
         """Return this strategy with the K that it has at the beginning of a training, and without lost updates."""
-        return MoCCost(
+        strategy = MoCCost(
             self.costs, self.dynamic.first, self.dynamic.limit, self.interval, is_length_known=self._is_length_known
         )
+        if self._is_length_known:
+            strategy._run_iterations = run_iterations
+        return strategy
 
     @property
     def snapshot_bytes(self) -> float:
@@ -188,25 +194,17 @@ class MoCCost(PartialCost):
     def _newest_snapshot(self, committed: int) -> int:
         return committed // self.interval * self.interval
 
-    def recover(
-        self,
-        committed: int,
-        nodes: Collection[int] = (0,),
-        into: float = 0.5,
-        lost_hosts: Collection[int] | None = None,
-    ) -> RecoveryCost:
-        """Return the cost of a failure, and raise K if too many tokens are lost.
+    def _tokens_lost(self, lost: LostState) -> float:
+        """Return the updates that are lost, and raise K if failures have lost too many.
 
         Each snapshot saves K experts of a layer in turn, so the newest saved version of an expert can be several
-        snapshots old. Later updates of the expert are lost.
+        snapshots old. Later updates of the expert are lost. Their sum over all failures, divided by the number of
+        trained iterations, is MoC-System's proportion of lost tokens (PLT).
         """
-        recovery = super().recover(committed, nodes, into, lost_hosts)
-        if recovery.from_storage:
-            return replace(recovery, experts_saved=self.experts_saved)
-        lost = self.loses(self.ages(committed))
-        self.lost += lost
-        self._recovered = self._newest_snapshot(committed)
+        tokens_lost = float((self.popularity * self.ages(lost.committed)).sum()) / self.layers
+        self.lost += tokens_lost
+        self._recovered = self._newest_snapshot(lost.committed)
         # A live job that does not know its length divides by its tokens so far.
-        iterations = max(1, committed, self.run_iterations if self._is_length_known else 0)
-        self.experts_saved = self.dynamic.after(self.experts_saved, self.lost / iterations)
-        return replace(recovery, tokens_lost=lost, experts_saved=self.experts_saved)
+        iterations = max(1, lost.committed, self._run_iterations)
+        self._experts_saved = self.dynamic.after(self._experts_saved, self.lost / iterations)
+        return tokens_lost

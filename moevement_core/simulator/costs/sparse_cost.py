@@ -10,10 +10,12 @@ import numpy as np
 
 from moevement_core.operators import OperatorKind
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, StagePlan
+from moevement_core.planning.planned_memory import PlannedMemory
 from moevement_core.policy.popularity import order_operators
 from moevement_core.policy.schedule import ScheduleHistory
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.costs.strategy_cost import Costs, StrategyCost
+from moevement_core.simulator.costs.costs import Costs
+from moevement_core.simulator.costs.strategy_cost import StrategyCost
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class MoEvementCost(StrategyCost):
     def overhead_s(self) -> float:
         """Mean seconds that saving adds to an iteration: stalls, waits for late sends, and slower training."""
         plan = self.costs.plan
-        return plan.stall_s + plan.behind_s / plan.period + self.slowed_s
+        return plan.stall_s + plan.behind_s / plan.period + self.costs.slowed_s(self.copied_bytes, self.sent_bytes)
 
     interval = 1
 
@@ -75,30 +77,26 @@ class MoEvementCost(StrategyCost):
 
     def _saved_bytes(self, stage: StagePlan) -> float:
         """Return the bytes of a window's snapshots on a rank, divided by the iterations from window to window."""
-        return float(stage.window.slot_bytes[0].sum()) / self.costs.plan.period
+        return float(stage.window_bytes) / self.costs.plan.period
 
     @cached_property
     def host_bytes(self) -> float:
         """Bytes of host memory of a rank by the plan; without the boundary log if all stages roll back."""
-        snapshots, replicas, logs = self.costs.plan.host_memory
+        snapshots, replicas, logs = PlannedMemory(self.costs.plan).of_rank
         return snapshots + replicas + logs * self.techniques.is_local
 
     @cached_property
     def fetch_s(self) -> float:
         """Seconds in which a rank fetches all slots of its newest window from a peer."""
-        return self.costs.fetch_s(self._window_bytes)
+        return self.costs.plan.inputs.cluster.fetch_s(self.costs.plan.window_bytes)
 
     @property
-    def local_fetch_s(self) -> float:
+    def _local_fetch_s(self) -> float:
         """Seconds in which a rank copies all slots of its newest window from its own host to the device."""
-        return self.costs.copy_s(self._window_bytes)
-
-    @cached_property
-    def _window_bytes(self) -> int:
-        return max(int(stage.window.slot_bytes[0].sum()) for stage in self.costs.plan.stages)
+        return self.costs.copy_s(self.costs.plan.window_bytes)
 
     @property
-    def converted(self) -> int:
+    def _converted(self) -> int:
         """Number of iterations at the beginning of a replay until all operators are active: W - 1.
 
         They lead from the first snapshot of a window to the last.
@@ -118,7 +116,7 @@ class MoEvementCost(StrategyCost):
 
     def rollback(self, committed: int, into: float) -> int:
         """Return the number of iterations since the first snapshot of the newest recoverable run that peers have."""
-        newest = self.newest(committed, into, self.arrival)
+        newest = self._newest(committed, into)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
@@ -179,7 +177,7 @@ class MoEvementCost(StrategyCost):
         """
         if not self.techniques.is_local:
             return self.costs.iteration_s
-        return self._local_s(frozenset(self.costs.segments(nodes)))
+        return self._local_s(frozenset(self.costs.placement.segments(nodes)))
 
     def _local_s(self, lost: frozenset[frozenset[int]]) -> float:
         """Return the seconds of a replayed iteration. All groups replay at the same time, so the slowest one counts.
@@ -195,15 +193,16 @@ class MoEvementCost(StrategyCost):
     def _known(self) -> dict[frozenset[frozenset[int]], float]:
         return {}
 
-    def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration with frozen operators.
+    def _replay_s(self, nodes: Collection[int], iterations: float) -> tuple[float, float]:
+        """Return the seconds of a replay: with some operators frozen, and once all operators are active.
 
-        They compute no weight gradients, unless :attr:`Techniques.skips_frozen` is False.
+        Frozen operators compute no weight gradients, unless :attr:`Techniques.skips_frozen` is False.
         """
-        seconds = self.replay_iteration_s(nodes)
+        converted = min(iterations, self._converted)
+        active_s = frozen_s = self.replay_iteration_s(nodes)
         if self.techniques.skips_frozen:
-            seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
-        return seconds
+            frozen_s *= 1 - self.costs.weight_gradient_share * self.frozen_share
+        return converted * frozen_s, (iterations - converted) * active_s
 
 
 class RedoCost(MoEvementCost):
@@ -221,7 +220,7 @@ class RedoCost(MoEvementCost):
         super().__init__(replace(costs, plan=costs.plan.redo()), name=name)
 
     @property
-    def converted(self) -> int:
+    def _converted(self) -> int:
         """Number of iterations at the beginning of a replay until all operators are active.
 
         It is 0, because repeated updates restore the full state of all operators before a replay begins.
@@ -237,9 +236,9 @@ class RedoCost(MoEvementCost):
         return super().fetch_s + self.costs.plan.updates_s
 
     @property
-    def local_fetch_s(self) -> float:
+    def _local_fetch_s(self) -> float:
         """Seconds in which a rank copies all slots of its newest window from its own host, and repeats the updates."""
-        return super().local_fetch_s + self.costs.plan.updates_s
+        return super()._local_fetch_s + self.costs.plan.updates_s
 
     @cached_property
     def _reach(self) -> list[int]:

@@ -28,7 +28,7 @@ def replayed(costs: Costs, phases: list[WindowPhase], committed: int) -> float:
 
 def test_a_kill_repeats_the_iterations_since_the_newest_checkpoint_of_any_phase(costs: Costs) -> None:
     often, rarely = CheckFreqCost(costs, 4), CheckFreqCost(costs, 50)
-    assert often.lag < 4
+    assert often.arrival < 4
     assert replayed(costs, [WindowPhase(0, rarely)], 47) == pytest.approx(47)
     assert replayed(costs, [WindowPhase(0, often)], 47) < 8
     assert replayed(costs, [WindowPhase(0, often), WindowPhase(40, rarely)], 47) == pytest.approx(7)
@@ -36,7 +36,7 @@ def test_a_kill_repeats_the_iterations_since_the_newest_checkpoint_of_any_phase(
 
 
 def test_a_checkpoint_counts_from_its_arrival_on_whichever_phase_it_is_of(costs: Costs) -> None:
-    slow = DenseCost(costs, 10, stall_s=0.0, lag=8, fetch_s=1.0)
+    slow = DenseCost(costs, 10, stall_s=0.0, arrival=8, fetch_s=1.0)
     phases = [WindowPhase(0, slow), WindowPhase(48, slow)]
     assert [replayed(costs, phases, committed) for committed in (48, 60)] == pytest.approx([8, 12])
     assert replayed(costs, phases, 55) == pytest.approx(15), "the checkpoint of 48 is still on its way"

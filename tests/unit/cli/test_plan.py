@@ -19,9 +19,12 @@ from moevement_cli.simulate import SCENARIOS
 from moevement_cli.units import seconds
 from moevement_core.errors import ConfigError, WindowError
 from moevement_core.operators import OperatorKind
+from moevement_core.planning.alternatives import alternatives, bandwidth_for
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import CLUSTERS, Cluster
+from moevement_core.planning.dense_plan import dense_plan
 from moevement_core.planning.job import JobShape, OperatorShape, StageShape
+from moevement_core.planning.planned_memory import PlannedMemory
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, TensorShape, parse
 from moevement_core.simulator.scenario import load
@@ -86,27 +89,26 @@ def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> 
 
 def test_time_memory_and_rollback_follow_from_the_window() -> None:
     plan = planned()
-    stage = plan.stages[0]
-    slots = stage.window.slot_bytes[0]
+    slots = plan.stages[0].window.slot_bytes[0]
     assert plan.lag == 1
     assert plan.expected_rollback == 1.5 * 5 + 1
     assert plan.most_replayed == 2 * 5 - 1 + 1
     assert plan.stall_s == plan.behind_s == 0.0
     # Two windows and three more snapshots, of whichever slots are the largest.
-    assert plan.snapshot_memory(stage) == 2 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
-    assert plan.log_memory(stage) == (2 * 5 + 3) * 4 * 100
-    snapshots, replicas, logs = plan.host_memory
+    snapshots, replicas, logs = PlannedMemory(plan).of_rank
+    assert snapshots == 2 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
+    assert logs == (2 * 5 + 3) * 4 * 100
     # Peers reserve memory only for the lag that a quiet iteration causes, not for all the lag that is allowed.
     assert replicas == 2 * (2 * slots.sum() + max(np.roll(slots, n)[:2].sum() for n in range(5)))
-    assert plan.host_memory_of_node == 8 * (snapshots + replicas + logs)
+    assert PlannedMemory(plan).of_node == 8 * (snapshots + replicas + logs)
 
 
 def test_of_windows_on_disk_one_more_is_kept_whole_on_each_rank() -> None:
     plan = planned(to_disk=True, keeps_own_copies=False)
-    stage = plan.stages[0]
-    slots = stage.window.slot_bytes[0]
-    assert plan.own_memory(stage) == 3 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
-    assert plan.log_memory(stage) == (3 * 5 + 3) * 4 * 100
+    slots = plan.stages[0].window.slot_bytes[0]
+    snapshots, _, logs = PlannedMemory(plan).of_rank
+    assert snapshots == 3 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
+    assert logs == (3 * 5 + 3) * 4 * 100
 
 
 def test_rolling_windows_roll_back_less_and_weigh_more() -> None:
@@ -121,7 +123,7 @@ def test_rolling_windows_roll_back_less_and_weigh_more() -> None:
 def test_from_the_bandwidth_named_for_a_window_on_that_window_suffices() -> None:
     plan = planned()
     for size in range(1, 7):
-        rate = plan.bandwidth_for(size)
+        rate = bandwidth_for(plan, size)
         enough = replace(SLOW_NETWORK, network_bytes_per_s=8 * 2 * rate * 1.0001)
         too_little = replace(SLOW_NETWORK, network_bytes_per_s=8 * 2 * rate * 0.97)
         assert planned(cluster=enough).size <= size
@@ -137,7 +139,7 @@ def test_an_imposed_window_says_what_it_stalls_and_by_how_much_it_falls_behind()
 
 
 def test_alternatives_name_what_would_change_the_window() -> None:
-    changes = dict(planned().alternatives())
+    changes = dict(alternatives(planned().inputs))
 
     def window_by(noun: str) -> int:
         (size,) = (size for change, size in changes.items() if noun in change)
@@ -151,13 +153,13 @@ def test_alternatives_name_what_would_change_the_window() -> None:
 
 
 def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
-    dense = planned().dense()
+    dense = dense_plan(planned())
     assert (dense.bytes, dense.copy_s, dense.send_s, dense.stall_s) == (96_000, 0.096, 3.0, 0.0)
     assert (dense.interval, dense.expected_rollback, dense.average_replayed) == (3, 1.5 + 1 + 3, 1.0 + 1 + 3)
     # A rank keeps its persisted checkpoint and two more, because peers lag by three iterations; peers keep two.
     assert dense.host_memory == (3 * 96_000, 2 * 2 * 96_000, (4 * 3 + 3 + 1) * 400)
-    assert planned().dense(7).interval == 7
-    slow = planned(cluster=replace(SLOW_NETWORK, d2h_bytes_per_s=48_000.0), replicas=0).dense()
+    assert dense_plan(planned(), 7).interval == 7
+    slow = dense_plan(planned(cluster=replace(SLOW_NETWORK, d2h_bytes_per_s=48_000.0), replicas=0))
     assert (slow.stall_s, slow.interval) == (1.0, 34), "3% of an iteration of 1 s hides 1 s in 34 iterations"
 
 
@@ -266,7 +268,7 @@ def test_what_cannot_be_planned_is_one_line_and_2(
 @pytest.mark.parametrize("network", [8_000.0, 512_000.0, 1e9])
 def test_no_recovery_replays_more_on_average_than_at_most(kind: WindowKind, replicas: int, network: float) -> None:
     plan = planned(kind=kind, replicas=replicas, cluster=replace(SLOW_NETWORK, network_bytes_per_s=network))
-    for variant in (plan, plan.redo(), plan.dense(), plan.dense(12)):
+    for variant in (plan, plan.redo(), dense_plan(plan), dense_plan(plan, 12)):
         assert 0 <= variant.average_replayed <= variant.most_replayed
         assert variant.expected_rollback == variant.average_replayed + 0.5
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from moevement_core import precision
 from moevement_core.operators import EMBEDDING, OperatorKind, expert_name, gate_name, non_expert_name
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import GB, Cluster
 from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.costs import Costs
-from moevement_core.simulator.iteration import from_total
+from moevement_core.simulator.costs import Costs, LostState
+from moevement_core.simulator.iteration import IterationTime, from_total
 
 
 def costs(
@@ -55,3 +57,13 @@ def costs(
     cluster = Cluster(8, d2h * GB, network * GB)
     plan = CheckpointPlan(PlanInput(job, cluster, regime, iteration_s, kind, replicas, window))
     return Costs(plan, from_total(iteration_s, job), storage * ranks * GB, 1.0, regroup_s, skew=skew)
+
+
+def lost_state(committed: int, nodes: Collection[int] = (0,), hosts: Collection[int] | None = None) -> LostState:
+    """Return the state that a failure loses in the middle of an iteration; by default, ``nodes`` lose their memory."""
+    return LostState(committed, 0.5, nodes, nodes if hosts is None else hosts)
+
+
+def closed_form_s(time: IterationTime) -> float:
+    """Return the seconds of an iteration by the closed form of MoEvement, appendix C."""
+    return max(pipeline.closed_form() for pipeline in time.pipelines) + time.sync_s + time.update_s

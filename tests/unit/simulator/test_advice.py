@@ -24,7 +24,7 @@ EXACT = [name for name in STRATEGIES if name not in ("none", "moc", "moetion")]
 
 def draws_of(job: Costs, mtbf_s: float, until_s: float, together: float = 0.0) -> Draws:
     """Return the failures of a few training runs."""
-    model = FailureModel(mtbf_s, job.nodes, together=together)
+    model = FailureModel(mtbf_s, job.plan.inputs.nodes, together=together)
     return Draws(mtbf_s, tuple(model.draw(until_s, seed) for seed in range(SEEDS)), together)
 
 

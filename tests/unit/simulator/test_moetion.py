@@ -17,7 +17,7 @@ from moevement_core.simulator.costs import STRATEGIES, Costs, MoCCost, MoEtionCo
 from moevement_core.simulator.failures import Failure, FailureModel
 from moevement_core.simulator.selection import Selected, select, simulate
 from moevement_core.simulator.training import Spares, train
-from tests.unit.simulator.jobs import costs
+from tests.unit.simulator.jobs import costs, lost_state
 
 NONE = Optimizations(selects_twice=False, skips_replicated=False, sends_gradients=False, uses_bubbles=False)
 BUBBLE_S = 3.0 * 7 / 39
@@ -58,11 +58,11 @@ def test_sends_in_bubbles_do_not_slow_training() -> None:
     job = changed(costs(d2h=4.0, network=16.0), contention=0.5)
     without = MoEtionCost(job, experts_saved=8, optimizations=NONE)
     inside = MoEtionCost(job, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
-    assert without.contended_s == pytest.approx(0.5 * 2 * ALL / 2e9)
-    assert inside.contended_s == pytest.approx(0.5 * 2 * (ALL - BUBBLE_S * 1e9) / 2e9)
+    assert without.slowed_s == pytest.approx(0.5 * 2 * ALL / 2e9)
+    assert inside.slowed_s == pytest.approx(0.5 * 2 * (ALL - BUBBLE_S * 1e9) / 2e9)
     fast = changed(costs(d2h=4.0, network=256.0), contention=0.5)
-    assert MoEtionCost(fast, experts_saved=8, optimizations=NONE).contended_s > 0
-    assert MoEtionCost(fast, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True)).contended_s == 0
+    assert MoEtionCost(fast, experts_saved=8, optimizations=NONE).slowed_s > 0
+    assert MoEtionCost(fast, experts_saved=8, optimizations=replace(NONE, uses_bubbles=True)).slowed_s == 0
 
 
 def test_copies_to_the_host_in_bubbles_do_not_slow_training() -> None:
@@ -107,25 +107,25 @@ def test_the_own_host_and_peers_have_selections_of_their_own() -> None:
 def test_a_lost_node_loses_more_tokens_than_a_lost_process() -> None:
     """Check one of 16 nodes: its experts come from peers, all others from the own hosts."""
     strategy = MoEtionCost(costs(d2h=2.0, network=10.5, skew=0.5), optimizations=replace(NONE, selects_twice=True))
-    process, node = (strategy.recover(1000, (3,), lost_hosts=lost_hosts) for lost_hosts in ((), None))
+    process, node = (strategy.recover(lost_state(1000, (3,), hosts)) for hosts in ((), (3,)))
     assert process.tokens_lost == 0
     assert node.tokens_lost == pytest.approx(strategy.risks.peer_risk / 16)
     assert process.fetch_s == pytest.approx(ALL / 2e9)
     assert node.fetch_s == pytest.approx(ALL / (10.5e9 / 8))
-    every = strategy.recover(1000, range(16), lost_hosts=range(16))
+    every = strategy.recover(lost_state(1000, range(16)))
     assert every.from_storage
 
 
 def test_every_strategy_fetches_faster_from_its_own_host() -> None:
     for name in ("gemini", "moc", "moetion", "moevement", "redo"):
         strategy = STRATEGIES[name](costs(d2h=4.0, network=16.0), 1800.0)
-        process, node = (strategy.recover(1000, (3,), lost_hosts=lost_hosts) for lost_hosts in ((), None))
+        process, node = (strategy.recover(lost_state(1000, (3,), hosts)) for hosts in ((), (3,)))
         assert process.fetch_s < node.fetch_s, name
         assert process.replayed == node.replayed, name
     freed = changed(costs(), keeps_own_copies=False)
-    assert MoCCost(freed).recover(1000, lost_hosts=()).fetch_s == MoCCost(freed).recover(1000).fetch_s
-    files = STRATEGIES["checkfreq"](costs(), 1800.0)
-    assert files.recover(1000, lost_hosts=()).fetch_s == files.recover(1000).fetch_s
+    moc, files = MoCCost(freed), STRATEGIES["checkfreq"](costs(), 1800.0)
+    assert moc.recover(lost_state(1000, hosts=())).fetch_s == moc.recover(lost_state(1000)).fetch_s
+    assert files.recover(lost_state(1000, hosts=())).fetch_s == files.recover(lost_state(1000)).fetch_s
 
 
 def test_a_training_with_failed_processes_needs_no_spares_and_loses_fewer_tokens() -> None:
@@ -157,9 +157,9 @@ def test_state_of_data_parallel_peers_is_not_sent() -> None:
     assert sends.sent_bytes - skips.sent_bytes == OTHER
     assert sends.host_bytes - skips.host_bytes == 2 * 2 * OTHER, "neither in the newest state nor on its way"
     assert skips.snapshot_bytes == sends.snapshot_bytes
-    assert sends.survives((0, 1)), "copies are on nodes 2 and 3"
-    assert not skips.survives((0, 1)), "no data-parallel peer is left"
-    assert skips.survives((0, 2))
+    assert not sends.recover(lost_state(1000, (0, 1))).from_storage, "copies are on nodes 2 and 3"
+    assert skips.recover(lost_state(1000, (0, 1))).from_storage, "no data-parallel peer is left"
+    assert not skips.recover(lost_state(1000, (0, 2))).from_storage
 
 
 def test_divided_state_and_peers_of_the_same_node_are_no_copies() -> None:

@@ -26,7 +26,7 @@ JOB = ["advise", "qwen3_30b_a3b", "--seeds", "1"]
 def months(mtbf_s: float, *, every: int | None = None, spares: int | None = None, restart_s: float = 600.0) -> Worth:
     """Return the costs of months of a job on 128 GPUs."""
     job = costs(storage=1.0)
-    model = FailureModel(mtbf_s, job.nodes)
+    model = FailureModel(mtbf_s, job.plan.inputs.nodes)
     draws = Draws(mtbf_s, tuple(model.draw(MONTH_S, seed) for seed in range(3)))
     return worth(job, draws, restart_s=restart_s, every=every, spares=spares, repair_s=86_400.0)
 
@@ -73,7 +73,7 @@ def test_a_node_that_the_scheduler_gives_is_no_new_spare() -> None:
 def test_the_formula_for_spares_agrees_with_trainings(count: int) -> None:
     job = costs()
     strategy, mtbf_s, pool = GeminiCost(job, 20_000.0, interval=4), 20_000.0, Spares(count, 40_000.0, 600.0)
-    model = FailureModel(mtbf_s, job.nodes)
+    model = FailureModel(mtbf_s, job.plan.inputs.nodes)
     draws = Draws(mtbf_s, tuple(model.draw(10 * MONTH_S, seed) for seed in range(4)))
     simulated = 1 - cell_of(strategy, draws, 10 * MONTH_S, pool).ettr + count * 8 / 128
     assert lost_share(strategy, mtbf_s, pool) == pytest.approx(simulated, rel=0.1)
