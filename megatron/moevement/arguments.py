@@ -1,6 +1,6 @@
 """Flags that this project adds to Megatron's, defaults for a machine without a GPU, and one-line errors.
 
-``activate`` replaces ``megatron.training.arguments.parse_args`` by the result of :func:`parse_args_with_ours`.
+``activate`` replaces ``megatron.training.arguments.parse_args`` by :func:`parse_args_with_ours`.
 """
 
 from __future__ import annotations
@@ -149,45 +149,43 @@ RESTART_DEFAULTS = {
 """Flags of Megatron's in-process restart that this project also uses, with this project's defaults."""
 
 
-def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """Return a ``parse_args`` that knows this project's flags and raises :class:`ConfigError` for invalid ones.
+def parse_args_with_ours(
+    original: Callable[..., argparse.Namespace],
+    extra_args_provider: Callable[[Parser], Parser] | None = None,
+    ignore_unknown_args: bool = False,
+) -> argparse.Namespace:
+    """Parse this project's flags too, and raise :class:`ConfigError` for invalid ones, in place of ``parse_args``.
 
     Argparse itself would print its usage and exit.
     """
     from megatron.training import global_vars
 
-    @functools.wraps(original)
-    def parse_args(
-        extra_args_provider: Callable[[Parser], Parser] | None = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
-        if ignore_unknown_args and (parsed := global_vars._GLOBAL_ARGS) is not None:
-            return parsed  # ``pretrain`` parses again whenever it is entered, which takes half a second.
+    if ignore_unknown_args and (parsed := global_vars._GLOBAL_ARGS) is not None:
+        return parsed  # ``pretrain`` parses again whenever it is entered, which takes half a second.
 
-        def provider(parser: Parser) -> Parser:
-            if extra_args_provider is not None:
-                parser = extra_args_provider(parser)
-            parser = add_arguments(parser)
-            if platform.is_cpu():
-                parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
-            else:
-                parser.set_defaults(moevement_recovery=None)
-            if MEMBER_ENV in os.environ:
-                parser.set_defaults(**RESTART_DEFAULTS)
-            parser.formatter_class = _HelpWithPercentSigns
-            parser.error = functools.partial(_raise_config_error, parser)  # type: ignore[method-assign]
-            return parser
+    def provider(parser: Parser) -> Parser:
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        parser = add_arguments(parser)
+        if platform.is_cpu():
+            parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
+        else:
+            parser.set_defaults(moevement_recovery=None)
+        if MEMBER_ENV in os.environ:
+            parser.set_defaults(**RESTART_DEFAULTS)
+        parser.formatter_class = _HelpWithPercentSigns
+        parser.error = functools.partial(_raise_config_error, parser)  # type: ignore[method-assign]
+        return parser
 
-        args = original(provider, ignore_unknown_args)
-        if args.inprocess_soft_timeout is None:
-            args.inprocess_soft_timeout = LEASES_TO_HANG * args.moevement_lease_seconds
-        if args.moevement_recovery is None:
-            args.moevement_recovery = str(recovery_on_gpus(args))
-        _fill_data(args)
-        if args.run_dir and not args.tensorboard_dir:
-            args.tensorboard_dir = os.path.join(args.run_dir, "tensorboard")
-        return args
-
-    return parse_args
+    args = original(provider, ignore_unknown_args)
+    if args.inprocess_soft_timeout is None:
+        args.inprocess_soft_timeout = LEASES_TO_HANG * args.moevement_lease_seconds
+    if args.moevement_recovery is None:
+        args.moevement_recovery = str(recovery_on_gpus(args))
+    _fill_data(args)
+    if args.run_dir and not args.tensorboard_dir:
+        args.tensorboard_dir = os.path.join(args.run_dir, "tensorboard")
+    return args
 
 
 def recovery_on_gpus(args: argparse.Namespace) -> RecoveryKind:
@@ -201,22 +199,18 @@ def recovery_on_gpus(args: argparse.Namespace) -> RecoveryKind:
     return RecoveryKind.AUTO if can_redo else RecoveryKind.REPLAY
 
 
-def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
-    """Return a ``_get_field_docstrings`` that remembers its results, so that it parses each class only once.
+def remember_field_docstrings(
+    known: dict[type, dict[str, str]], original: Callable[..., dict[str, str]], self: object, src_cfg_class: type
+) -> dict[str, str]:
+    """Look the result of ``_get_field_docstrings`` up in ``known``, so that each class is parsed only once.
 
     Megatron takes the help text of a flag from the source of the class that declares the flag, and parses that source
     whenever it builds a parser. Parsing takes 0.4 s of processor time in each rank. Ranks and spares that are forked
     after :func:`read_field_docstrings` inherit the results and do not parse.
     """
-    known: dict[type, dict[str, str]] = {}
-
-    @functools.wraps(original)
-    def _get_field_docstrings(self: object, src_cfg_class: type) -> dict[str, str]:
-        if src_cfg_class not in known:
-            known[src_cfg_class] = original(self, src_cfg_class)
-        return dict(known[src_cfg_class])
-
-    return _get_field_docstrings
+    if src_cfg_class not in known:
+        known[src_cfg_class] = original(self, src_cfg_class)
+    return dict(known[src_cfg_class])
 
 
 def read_field_docstrings() -> None:

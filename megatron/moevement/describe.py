@@ -107,7 +107,7 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     for flag, value in _NEUTRAL.items():
         if hasattr(args, flag):
             setattr(args, flag, value)
-    one_line_errors(validate)(args, {"tokenizer_type": "NullTokenizer"})
+    one_line_errors(validate, args, {"tokenizer_type": "NullTokenizer"})
     if args.vocab_size is None and args.padded_vocab_size is None:
         raise ConfigError("--vocab-size is missing; a plan reads no tokenizer, so give the size")
     return args, regime

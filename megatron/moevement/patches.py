@@ -12,6 +12,7 @@ Megatron changes it. A declared name that no longer exists raises :class:`PatchE
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.util.undo import UndoStack
+
+Body = Callable[..., Any]
+"""Function that runs in place of another. Its arguments are the other function, and then those of the call."""
 
 
 class PatchError(ConfigError):
@@ -145,20 +149,30 @@ def replace(owner: Any, name: str, new: Any, reason: str) -> None:
     setattr(owner, name, new)
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], reason: str) -> None:
-    """Replace the present value of a name, which must exist, by ``wrapper(value)``; see :func:`replace`."""
+def around(original: Callable[..., Any], body: Body) -> Callable[..., Any]:
+    """Return a function with the name and signature of ``original`` that runs ``body`` instead."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return body(original, *args, **kwargs)
+
+    return replacement
+
+
+def wrap(owner: Any, name: str, body: Body, reason: str) -> None:
+    """Run ``body`` in place of the function of this name, which must exist; see :func:`replace`."""
     if (_path(owner), name) not in _replaced:
-        replace(owner, name, wrapper(getattr(owner, name)), reason)
+        replace(owner, name, around(getattr(owner, name), body), reason)
 
 
-def replace_on(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of an object, or a name of a module, by the result of ``wrapper``, for the life of the object.
+def replace_on(instance: Any, name: str, body: Body) -> None:
+    """Run ``body`` in place of a method of an object, or a function of a module, for the life of the object.
 
     Raises:
         PatchError: the name is not declared, or the object does not have it.
     """
     _check(instance, name, DECLARED)
-    vars(instance)[name] = wrapper(getattr(instance, name))
+    vars(instance)[name] = around(getattr(instance, name), body)
 
 
 def replace_for_a_while(undo: UndoStack, module: Any, name: str, new: Any) -> None:

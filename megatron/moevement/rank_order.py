@@ -9,7 +9,6 @@ the largest sum whose order NCCL still chooses.
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -22,23 +21,22 @@ from moevement_core.run.guarantees import MOST_GATHERED_BYTES, SAFE_SUM, Arithme
 _SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
 
 
-def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_reduce`` of torch that adds small sums in rank order under ``--moevement-sums-in-rank-order``."""
-
-    @functools.wraps(original)
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if async_op or not _is_asked_for() or not _is_gathered(tensor, op, group):
-            return original(tensor, op, group, async_op)
-        ranks = torch.distributed.get_world_size(group)
-        gathered = tensor.new_empty((ranks, tensor.numel()))
-        torch.distributed.all_gather_into_tensor(gathered, tensor.detach().contiguous().reshape(1, -1), group=group)
-        total = gathered.sum(dim=0) if op == torch.distributed.ReduceOp.SUM else gathered.mean(dim=0)
-        tensor.detach().copy_(total.view_as(tensor))
-        return None
-
-    return all_reduce
+def sum_in_rank_order(
+    original: Callable[..., Any],
+    tensor: torch.Tensor,
+    op: Any = torch.distributed.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Add small sums in rank order under ``--moevement-sums-in-rank-order``, in place of torch's ``all_reduce``."""
+    if async_op or not _is_asked_for() or not _is_gathered(tensor, op, group):
+        return original(tensor, op, group, async_op)
+    ranks = torch.distributed.get_world_size(group)
+    gathered = tensor.new_empty((ranks, tensor.numel()))
+    torch.distributed.all_gather_into_tensor(gathered, tensor.detach().contiguous().reshape(1, -1), group=group)
+    total = gathered.sum(dim=0) if op == torch.distributed.ReduceOp.SUM else gathered.mean(dim=0)
+    tensor.detach().copy_(total.view_as(tensor))
+    return None
 
 
 def _is_gathered(tensor: torch.Tensor, op: Any, group: Any) -> bool:

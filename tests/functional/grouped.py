@@ -29,7 +29,7 @@ def trained_on_grouped_layers(argv: list[str]) -> set[tuple[int, int]]:
         computed.add((sum(target is not None for target in into), len(into)))
         original(dy, x, counts, into, **options)
 
-    experts = patch.object(LocalSpecProvider, "grouped_mlp_modules", experts_with_kernels(grouped))
+    experts = patch.object(LocalSpecProvider, "grouped_mlp_modules", partial(experts_with_kernels, grouped))
     with experts, patch.object(launch, "linear_weight_gradient", noted):
         run_rank(argv)
     return computed

@@ -8,7 +8,6 @@ an omitted entry leaves a gap.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,28 +16,18 @@ from megatron.moevement.elastic.slots import slots
 _MASTERS = "fp32_from_fp16_params"
 
 
-def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``sharded_state_dict`` that stores FP32 master weights by parameter group and position in the group."""
-
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = original(self, *args, **kwargs)
-        if slots() is None or _MASTERS not in state:
-            return state
-        return {**state, _MASTERS: {group: dict(enumerate(masters)) for group, masters in enumerate(state[_MASTERS])}}
-
-    return sharded_state_dict
+def save_masters_by_number(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Store FP32 master weights by parameter group and position in the group, in place of ``sharded_state_dict``."""
+    state = original(self, *args, **kwargs)
+    if slots() is None or _MASTERS not in state:
+        return state
+    return {**state, _MASTERS: {group: dict(enumerate(masters)) for group, masters in enumerate(state[_MASTERS])}}
 
 
-def masters_in_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``load_state_dict`` that accepts the dictionaries of :func:`masters_by_number`."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        masters = state_dict.get(_MASTERS)
-        if isinstance(masters, dict):
-            ordered = [[numbered[number] for number in sorted(numbered)] for _, numbered in sorted(masters.items())]
-            state_dict = {**state_dict, _MASTERS: ordered}
-        return original(self, state_dict)
-
-    return load_state_dict
+def load_masters_in_lists(original: Callable[..., Any], self: Any, state_dict: Any) -> Any:
+    """Accept the dictionaries of :func:`save_masters_by_number`, in place of ``load_state_dict``."""
+    masters = state_dict.get(_MASTERS)
+    if isinstance(masters, dict):
+        ordered = [[numbered[number] for number in sorted(numbered)] for _, numbered in sorted(masters.items())]
+        state_dict = {**state_dict, _MASTERS: ordered}
+    return original(self, state_dict)

@@ -6,7 +6,6 @@ replicas. So all replicas of an expert have equal gradients, and two jobs with e
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,17 +23,12 @@ SHARED = "shared"
 """Attribute by which Megatron marks a parameter as a duplicate, so that norms count the parameter once."""
 
 
-def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``finalize_model_grads`` that also reduces the gradients of experts over their replicas."""
-
-    @functools.wraps(original)
-    def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(model, *args, **kwargs)
-        if slots() is not None:
-            reduce_gradients(model)
-        return result
-
-    return finalize_model_grads
+def finalize_with_replicas(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Reduce also the gradients of experts over their replicas, in place of ``finalize_model_grads``."""
+    result = original(model, *args, **kwargs)
+    if slots() is not None:
+        reduce_gradients(model)
+    return result
 
 
 def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Callable
@@ -42,7 +41,7 @@ def install() -> None:
     wrap(transformer_config, "is_te_min_version", _as_if_new_enough, "asks for Transformer Engine before FP8")
     for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
         wrap(kind, "_forward_impl", linear.forward_in_fp8, "has no product in FP8")
-        wrap(kind, "__init__", linear.remembered, "does not say which layers were built to run in FP8")
+        wrap(kind, "__init__", linear.remember_layer, "does not say which layers were built to run in FP8")
     for owner in (recompute, moe_layer, extensions):
         replace(owner, "te_checkpoint", autocast.checkpoint, _NO_TE)
     replace(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True, _NO_TE)
@@ -75,11 +74,8 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
     return autocast.autocast(recipe, group)
 
 
-def _as_if_new_enough(original: Callable[..., bool]) -> Callable[..., bool]:
-    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        return version in _CHECKED or original(version, check_equality)
-
-    return is_te_min_version
+def _as_if_new_enough(original: Callable[..., bool], version: str, check_equality: bool = True) -> bool:
+    return version in _CHECKED or original(version, check_equality)
 
 
 def _install_adam() -> None:
@@ -98,43 +94,34 @@ def _install_adam() -> None:
     )
 
 
-def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a ``__post_init__`` of Megatron's ``OptimizerConfig`` that accepts this project's Adam.
+def _with_our_adam(original: Callable[[Any], None], self: Any) -> None:
+    """Accept this project's Adam, in place of ``__post_init__`` of Megatron's ``OptimizerConfig``.
 
     Megatron's checks import Transformer Engine's optimizer.
     """
+    from megatron.core.utils import get_te_version
 
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        from megatron.core.utils import get_te_version
-
-        if not self.use_precision_aware_optimizer:
-            original(self)
-            return
-        get_te_version()  # The call caches its result, so it must come before the stand-in modules below exist.
-        names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
-        modules = {name: types.ModuleType(name) for name in names}
-        modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
-        with mock.patch.dict(sys.modules, modules):
-            original(self)
-
-    return __post_init__
+    if not self.use_precision_aware_optimizer:
+        original(self)
+        return
+    get_te_version()  # The call caches its result, so it must come before the stand-in modules below exist.
+    names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, modules):
+        original(self)
 
 
-def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def make(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core import optimizer
-        from megatron.core.optimizer import distrib_optimizer
+def _on_our_adam(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-        if not config.use_precision_aware_optimizer:
-            return original(config, *args, **kwargs)
-        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # These names decide where it counts steps.
-            replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
-        with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
-            return original(config, *args, **kwargs)
-
-    return make
+    if not config.use_precision_aware_optimizer:
+        return original(config, *args, **kwargs)
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # These names decide where it counts steps.
+        replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
+    with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
+        return original(config, *args, **kwargs)
 
 
 class _Manager:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,17 +44,19 @@ class _Product(torch.autograd.Function):
         return of_tokens, of_weight, None, None
 
 
-def forward_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a ``_forward_impl`` of Megatron's linear layers that runs in FP8 inside :func:`autocast.autocast`."""
-
-    @functools.wraps(original)
-    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        region = autocast.current()
-        if region is None or getattr(self, "fp8_recipe", None) is None:
-            return original(self, input, weight, *args, **kwargs)
-        return _linear(self, region.call(getattr(self, "fp8", None)), input, weight, **kwargs)
-
-    return _forward_impl
+def forward_in_fp8(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Run a linear layer in FP8 inside :func:`autocast.autocast`, in place of Megatron's ``_forward_impl``."""
+    region = autocast.current()
+    if region is None or getattr(self, "fp8_recipe", None) is None:
+        return original(self, input, weight, *args, **kwargs)
+    return _linear(self, region.call(getattr(self, "fp8", None)), input, weight, **kwargs)
 
 
 def _linear(
@@ -106,16 +107,11 @@ def forget() -> None:
     _building.clear()
 
 
-def remembered(original: Callable[..., None]) -> Callable[..., None]:
-    """Return an ``__init__`` of a linear layer that adds the layer to the innermost context of :func:`building`."""
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for layers in _building[-1:]:
-            layers.append(self)
-
-    return __init__
+def remember_layer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Add a linear layer to the innermost context of :func:`building`, in place of its ``__init__``."""
+    original(self, *args, **kwargs)
+    for layers in _building[-1:]:
+        layers.append(self)
 
 
 @contextmanager

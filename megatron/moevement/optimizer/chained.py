@@ -9,26 +9,20 @@ cases, so this module converts only common parts.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 _TENSORS = "param_state"
 
 
-def across_expert_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``ChainedOptimizer.load_state_dict`` that accepts state saved by another number of optimizers."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        if isinstance(state_dict, dict):
-            if len(self.chained_optimizers) == 1 and "optimizer" not in state_dict and 0 in state_dict:
-                state_dict = _into_one(state_dict)
-            elif len(self.chained_optimizers) > 1 and "optimizer" in state_dict:
-                state_dict = _into_several(state_dict, len(self.chained_optimizers))
-        return original(self, state_dict)
-
-    return load_state_dict
+def load_across_expert_parallelism(original: Callable[..., Any], self: Any, state_dict: Any) -> Any:
+    """Load state that another number of optimizers saved, in place of ``ChainedOptimizer.load_state_dict``."""
+    if isinstance(state_dict, dict):
+        if len(self.chained_optimizers) == 1 and "optimizer" not in state_dict and 0 in state_dict:
+            state_dict = _into_one(state_dict)
+        elif len(self.chained_optimizers) > 1 and "optimizer" in state_dict:
+            state_dict = _into_several(state_dict, len(self.chained_optimizers))
+    return original(self, state_dict)
 
 
 def _into_one(state_dict: dict[Any, Any]) -> dict[Any, Any]:

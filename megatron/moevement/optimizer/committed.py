@@ -121,47 +121,38 @@ class CommittedOptimizer(Commit):
     def _replace(self, step: Callable[[], Any], last: str) -> None:
         """Wrap the optimizer's step and reductions; ``last`` names the reduction after which the update begins."""
 
-        def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
-            @functools.wraps(original)
-            def step_in_mode() -> Any:
-                if type(self.mode) is Train:
-                    return step()
-                result = original()
-                self.again = outcome_of(result, self._reduced)
-                return result
-
-            return step_in_mode
+        def in_mode(original: Callable[[], Any]) -> Any:
+            if type(self.mode) is Train:
+                return step()
+            result = original()
+            self.again = outcome_of(result, self._reduced)
+            return result
 
         replace_on(self._optimizer, "step", in_mode)
         for name in REDUCTIONS:
-            replace_on(self._optimizer, name, functools.partial(self._around, name=name, is_last=name == last))
+            replace_on(self._optimizer, name, functools.partial(self._reduce, name, name == last))
         replace_on(self._optimizer, ZEROS, self._in_mode_zeros)
         replace_on(self._optimizer, UPDATE, self._in_mode_update)
         self._replace_copies()
         for number, member in enumerate(members(self._optimizer)):
             if hasattr(type(member), UNSCALE):  # an optimizer of FP32 weights has no scale
-                replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
+                replace_on(member, UNSCALE, functools.partial(self._verdict, number))
 
-    def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
-        """Return a wrapper of a reduction that asks :attr:`mode` for the result.
+    def _reduce(self, name: str, is_last: bool, original: Callable[[], Any]) -> Any:
+        """Ask :attr:`mode` for the result of a reduction.
 
-        After the last reduction of a step, the wrapper also begins the update section, which no restart interrupts.
+        After the last reduction of a step, the method also begins the update section, which no restart interrupts.
         """
-
-        @functools.wraps(original)
-        def reduction() -> Any:
-            result = getattr(self.mode, name)(original)
-            self._reduced.take(name, result, self._optimizer)
-            if name == REDUCTIONS[0]:
-                self._reduced.num_tokens = self.mode.num_tokens(self._num_tokens)
-            if is_last and self._section is not None and self._optimizer.config.log_num_zeros_in_grad:
-                self._reduced.zeros = self._optimizer.count_zeros()
-            has_overflow = name == REDUCTIONS[0] and bool(result)  # The step then ends here, without an update.
-            if (is_last or has_overflow) and self._section is not None:
-                self._begin_update(self._section)
-            return result
-
-        return reduction
+        result = getattr(self.mode, name)(original)
+        self._reduced.take(name, result, self._optimizer)
+        if name == REDUCTIONS[0]:
+            self._reduced.num_tokens = self.mode.num_tokens(self._num_tokens)
+        if is_last and self._section is not None and self._optimizer.config.log_num_zeros_in_grad:
+            self._reduced.zeros = self._optimizer.count_zeros()
+        has_overflow = name == REDUCTIONS[0] and bool(result)  # The step then ends here, without an update.
+        if (is_last or has_overflow) and self._section is not None:
+            self._begin_update(self._section)
+        return result
 
     def _begin_update(self, section: ExitStack) -> None:
         """Vote if the job trains, and enter the update section, which no restart interrupts."""
@@ -174,33 +165,24 @@ class CommittedOptimizer(Commit):
         self.torn = True
         injection.at(Phase.STEP)
 
-    def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
-        """Return a ``count_zeros`` that, inside the update section, returns a count from before the section.
+    def _in_mode_zeros(self, original: Callable[[], int]) -> int:
+        """Return a count of zeros; inside the update section, a count from before the section.
 
         The update section runs from the last reduction to the end of the update, and no rank may wait for another in
         it. Counting needs a reduction, but Megatron counts in the section, after it clips gradients. So this class
         counts before the section. The result differs from Megatron's count only if clipping rounds a gradient to zero.
         """
+        if self._reduced.zeros is None:
+            return self.mode.count_zeros(original)
+        return self._reduced.zeros
 
-        @functools.wraps(original)
-        def zeros() -> int:
-            if self._reduced.zeros is None:
-                return self.mode.count_zeros(original)
-            return self._reduced.zeros
+    def _in_mode_update(self, original: Callable[[], bool]) -> bool:
+        if self._section is not None:  # In a trained or followed step, gradients are already clipped.
+            self.updating()
+        return self.mode.update(original)
 
-        return zeros
-
-    def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
-        @functools.wraps(original)
-        def update() -> bool:
-            if self._section is not None:  # In a trained or followed step, gradients are already clipped.
-                self.updating()
-            return self.mode.update(original)
-
-        return update
-
-    def _verdict(self, original: Callable[[], bool], number: int) -> Callable[[], bool]:
-        return functools.wraps(original)(lambda: self.mode.verdict(original, number))
+    def _verdict(self, number: int, original: Callable[[], bool]) -> bool:
+        return self.mode.verdict(original, number)
 
     def _replace_copies(self) -> None:
         """Move the computation of FP8 weights out of the update section, to the gather of parameters.
@@ -211,18 +193,14 @@ class CommittedOptimizer(Commit):
         for member in self._gathering():
             if weights.is_quantised(member):
                 for name in COPIES:
-                    replace_on(member, name, functools.partial(self._unless_deferred, member=member))
+                    replace_on(member, name, functools.partial(self._unless_deferred, member))
         if hasattr(self._optimizer, TOGETHER):
-            replace_on(self._optimizer, TOGETHER, lambda original: lambda: not self._is_deferring and original())
+            replace_on(self._optimizer, TOGETHER, lambda original: not self._is_deferring and original())
 
-    def _unless_deferred(self, original: Callable[[], None], member: Any) -> Callable[[], None]:
-        @functools.wraps(original)
-        def copy() -> None:
-            if not self._is_deferring:
-                original()
-                weights.round_masters(member)
-
-        return copy
+    def _unless_deferred(self, member: Any, original: Callable[[], None]) -> None:
+        if not self._is_deferring:
+            original()
+            weights.round_masters(member)
 
     # A step in training
 

@@ -19,60 +19,48 @@ class Done:
         """Do nothing, because the transfer is complete."""
 
 
-def logging_communicator(process: Process) -> Callable[[Any], Any]:
-    """Return a function that makes a subclass of Megatron's ``P2PCommunicator``.
+def log_and_feed(
+    process: Process,
+    original: Callable[..., tuple[Any, Any, Any]],
+    communicator: Any,
+    *,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    tensor_shape: Any,
+    wait_on_reqs: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Log sent tensors, and in a replay receive logged tensors in place of those from stages that keep their state.
 
-    Objects of the subclass log sent tensors. In a replay, they receive logged tensors in place of tensors from stages
-    that keep their state. The subclass overrides ``_communicate``, which all nine methods that send or receive call.
+    The function replaces ``P2PCommunicator._communicate``, which all nine methods that send or receive call.
     """
-
-    def wrapper(original: Any) -> Any:
-        class LoggingCommunicator(original):
-            """Communicator that logs sent tensors, and in a replay receives logged tensors from ``Live.feeds``."""
-
-            def _communicate(
-                self,
-                *,
-                tensor_send_next: torch.Tensor | None,
-                tensor_send_prev: torch.Tensor | None,
-                recv_prev: bool,
-                recv_next: bool,
-                tensor_shape: Any,
-                wait_on_reqs: bool = True,
-            ) -> tuple[Any, Any, Any]:
-                live = process.job.live
-                if live.boundary_log is not None:
-                    for direction, tensor in (
-                        (Direction.FORWARD, tensor_send_next),
-                        (Direction.BACKWARD, tensor_send_prev),
-                    ):
-                        if tensor is not None:
-                            live.boundary_log.note(direction, tensor)
-                feeds = live.feeds or Feeds(None, None)
-                # In a replay, this stage exchanges live tensors only with stages that replay at the same time.
-                live_next = tensor_send_next if feeds.after is None else None
-                live_prev = tensor_send_prev if feeds.before is None else None
-                from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None
-                received_prev = received_next = None
-                requests: Any = None if wait_on_reqs else {}
-                if live_next is not None or live_prev is not None or from_prev or from_next:
-                    received_prev, received_next, requests = super()._communicate(
-                        tensor_send_next=live_next, tensor_send_prev=live_prev, recv_prev=from_prev,
-                        recv_next=from_next, tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs,
-                    )  # fmt: skip
-                if recv_prev and feeds.before is not None:
-                    received_prev = _on_device(feeds.before.next())
-                    if not wait_on_reqs:
-                        requests["recv_prev"] = Done()
-                if recv_next and feeds.after is not None:
-                    received_next = _on_device(feeds.after.next())
-                    if not wait_on_reqs:
-                        requests["recv_next"] = Done()
-                return received_prev, received_next, requests
-
-        return LoggingCommunicator
-
-    return wrapper
+    live = process.job.live
+    if live.boundary_log is not None:
+        for direction, tensor in ((Direction.FORWARD, tensor_send_next), (Direction.BACKWARD, tensor_send_prev)):
+            if tensor is not None:
+                live.boundary_log.note(direction, tensor)
+    feeds = live.feeds or Feeds(None, None)
+    # In a replay, this stage exchanges live tensors only with stages that replay at the same time.
+    live_next = tensor_send_next if feeds.after is None else None
+    live_prev = tensor_send_prev if feeds.before is None else None
+    from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None
+    received_prev = received_next = None
+    requests: Any = None if wait_on_reqs else {}
+    if live_next is not None or live_prev is not None or from_prev or from_next:
+        received_prev, received_next, requests = original(
+            communicator, tensor_send_next=live_next, tensor_send_prev=live_prev, recv_prev=from_prev,
+            recv_next=from_next, tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs,
+        )  # fmt: skip
+    if recv_prev and feeds.before is not None:
+        received_prev = _on_device(feeds.before.next())
+        if not wait_on_reqs:
+            requests["recv_prev"] = Done()
+    if recv_next and feeds.after is not None:
+        received_next = _on_device(feeds.after.next())
+        if not wait_on_reqs:
+            requests["recv_next"] = Done()
+    return received_prev, received_next, requests
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

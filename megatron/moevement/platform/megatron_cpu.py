@@ -6,7 +6,6 @@ Every call of ``replace`` or ``wrap`` names the function of Megatron that it rep
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +48,7 @@ def install() -> None:
         wrap(
             owner,
             "initialize_megatron",
-            lambda original: functools.partial(original, allow_no_cuda=True),
+            lambda original, *args, **kwargs: original(*args, allow_no_cuda=True, **kwargs),
             "asserts CUDA unless asked otherwise",
         )
     wrap(
@@ -94,33 +93,26 @@ def _is_no_host_rng_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
-def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and torch.is_tensor(tensor):
-            return tensor.numpy()
-        return tensor
-
-    return maybe_move_tensor_to_cpu
+def _as_numpy_on_cpu(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
-def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``prepare_write_data`` that copies the tensors of a dense save.
+def _with_copies(original: Callable[..., Any], writer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Copy the tensors of a dense save, in place of ``prepare_write_data``.
 
     On a GPU, Megatron copies these tensors to the host. On a CPU it makes no copy, so the writer process would read
     weights that training is changing.
     """
-
-    @functools.wraps(original)
-    def prepare_write_data(writer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(writer, *args, **kwargs)
-        writer.write_buckets = [
-            (path, key, (items, [(item, tensor.clone()) for item, tensor in tensors]))
-            for path, key, (items, tensors) in writer.write_buckets
-        ]
-        return result
-
-    return prepare_write_data
+    result = original(writer, *args, **kwargs)
+    writer.write_buckets = [
+        (path, key, (items, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, key, (items, tensors) in writer.write_buckets
+    ]
+    return result
 
 
 class _Works:

@@ -8,7 +8,6 @@ unchanged, because Megatron makes decisions by them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -192,16 +191,11 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``function`` that uses the CPU if ``device`` names a CUDA device."""
-
-    @functools.wraps(function)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = _CPU
-        return function(*args, **kwargs)
-
-    return factory
+def _on_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` on the CPU if ``device`` names a CUDA device."""
+    if "device" in kwargs and _is_cuda(kwargs["device"]):
+        kwargs["device"] = _CPU
+    return function(*args, **kwargs)
 
 
 def _redirect_tensors() -> None:
@@ -221,25 +215,17 @@ def _redirect_tensors() -> None:
     wrap(torch.Tensor, "type", _type, "optimizers accept torch.cuda.*Tensor only")
 
 
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_cuda(args[0]):
-            args = (_CPU, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return original(tensor, *args, **kwargs)
-
-    return to
+def _to(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args and _is_cuda(args[0]):
+        args = (_CPU, *args[1:])
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = _CPU
+    return original(tensor, *args, **kwargs)
 
 
-def _type(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def type_(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
-        if dtype is None:
-            return original(tensor).replace("torch.", "torch.cuda.", 1)
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return original(tensor, dtype, **kwargs)
-
-    return type_
+def _type(original: Callable[..., Any], tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is None:
+        return original(tensor).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return original(tensor, dtype, **kwargs)

@@ -7,7 +7,6 @@ that yields complaints about the parsed, not yet validated flags. The first comp
 
 from __future__ import annotations
 
-import functools
 import linecache
 import traceback
 from argparse import Namespace
@@ -31,38 +30,30 @@ CHECKS: tuple[Check, ...] = (
 """Checks in the order in which they run."""
 
 
-def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``validate_args`` that first runs :func:`check`, and reports Megatron's own assertions in one line."""
+def validate_args_after_preflight(
+    original: Callable[..., Any], args: Namespace, defaults: dict[str, Any] | None = None
+) -> Any:
+    """Run :func:`check` before ``validate_args``, and report Megatron's own assertions in one line."""
+    from megatron.moevement.arguments import describe_filled_in
 
-    @functools.wraps(original)
-    def validate_args(args: Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        from megatron.moevement.arguments import describe_filled_in
-
-        check(args)
-        if args.rank == 0:
-            for line in describe_filled_in(args):
-                log.info(line)
-        try:
-            validated = original(args, defaults or {})
-        except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise ConfigError(_one_line(error)) from error
-        put_experts_in_slots(args)
-        return validated
-
-    return validate_args
+    check(args)
+    if args.rank == 0:
+        for line in describe_filled_in(args):
+            log.info(line)
+    try:
+        validated = original(args, defaults or {})
+    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(_one_line(error)) from error
+    put_experts_in_slots(args)
+    return validated
 
 
-def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of a function that builds Megatron's configuration objects; it reports errors in one line."""
-
-    @functools.wraps(original)
-    def from_args(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except (AssertionError, ValueError, NotImplementedError) as error:
-            raise ConfigError(_one_line(error)) from error
-
-    return from_args
+def one_line_errors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Report errors of ``original``, which builds or validates Megatron's configuration, in one line."""
+    try:
+        return original(*args, **kwargs)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigError(_one_line(error)) from error
 
 
 def check(args: Namespace) -> None:

@@ -49,41 +49,32 @@ from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.trainer.config import SessionConfig
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+def enter_setup(
+    process: Process, first: FirstProgress, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Any, Any]:
+    """Keep the objects that ``setup_model_and_optimizer`` builds.
 
-def enter_setup(process: Process) -> Wrapper:
-    """Return a wrapper of ``setup_model_and_optimizer`` that keeps the built objects.
-
-    After a failure, the wrapper returns these objects on a survivor. On a replacement, it builds new ones.
+    After a failure, the function returns these objects on a survivor. On a replacement, it builds new ones.
     """
-    first = FirstProgress()
+    from megatron.training import get_args
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        from megatron.training import get_args
+    if slots() is not None and (container := kwargs.get("cfg_container")) is not None:
+        container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
 
-        @functools.wraps(original)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            if slots() is not None and (container := kwargs.get("cfg_container")) is not None:
-                container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
+    def setup() -> tuple[list[Any], Any, Any]:
+        with waiting_for_others():  # compilers, device libraries or a checkpoint may take long
+            return original(*args, **kwargs)
 
-            def setup() -> tuple[list[Any], Any, Any]:
-                with waiting_for_others():  # compilers, device libraries or a checkpoint may take long
-                    return original(*args, **kwargs)
-
-            now, run = generation(), RunConfig.from_args(get_args())
-            groups = Groups.now() if now is not None else None
-            if now is not None:
-                make_communicators(_pipelines())
-            is_start = now is None or now.roster.generation == 0
-            if is_start or not _take_up(process, run, setup, groups=groups, first=first):
-                _begin(process, run, setup, groups=groups, first=first)
-            live = process.job.live
-            return live.model, live.optimizer, live.scheduler
-
-        return setup_model_and_optimizer
-
-    return wrapper
+    now, run = generation(), RunConfig.from_args(get_args())
+    groups = Groups.now() if now is not None else None
+    if now is not None:
+        make_communicators(_pipelines())
+    is_start = now is None or now.roster.generation == 0
+    if is_start or not _take_up(process, run, setup, groups=groups, first=first):
+        _begin(process, run, setup, groups=groups, first=first)
+    live = process.job.live
+    return live.model, live.optimizer, live.scheduler
 
 
 def _pipelines() -> list[Any]:
@@ -233,42 +224,32 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
 # Inside the training loop
 
 
-def enter_loop(process: Process) -> Wrapper:
-    """Return a wrapper of ``train`` that replays lost state before the first iteration.
+def enter_loop(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replay lost state before the first iteration of ``train``.
 
     The replay calls Megatron's ``train_step`` with the arguments of ``train``.
     """
+    from megatron.training import get_args
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        from megatron.training import get_args
-
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def train(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            job = process.job
-            names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
-            job.live.loop = TrainLoop(*(bound.arguments[name] for name in names))
-            if job.rejoined is not None:
-                job.binding.on_back = functools.partial(_back, job, bound)
-                job.rejoined.resume()
-                job.rejoined = None
-                job.binding.forget_loop()
-            elif job.session is not None:
-                job.session.begin_training()
-            job.has_begun = True
-            if get_args().moevement_export:
-                export(job.live, bound.arguments)
-            if (now := generation()) is not None:
-                job.resumed_in = now.roster.generation
-                validate_first_iteration()
-            return original(*args, **kwargs)
-
-        return train
-
-    return wrapper
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    job = process.job
+    names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
+    job.live.loop = TrainLoop(*(bound.arguments[name] for name in names))
+    if job.rejoined is not None:
+        job.binding.on_back = functools.partial(_back, job, bound)
+        job.rejoined.resume()
+        job.rejoined = None
+        job.binding.forget_loop()
+    elif job.session is not None:
+        job.session.begin_training()
+    job.has_begun = True
+    if get_args().moevement_export:
+        export(job.live, bound.arguments)
+    if (now := generation()) is not None:
+        job.resumed_in = now.roster.generation
+        validate_first_iteration()
+    return original(*args, **kwargs)
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:

@@ -26,12 +26,12 @@ def watch(live: Live) -> None:
         _watch_accumulation(live)
     if Phase.READY in named:
         for group in (group for chunk in live.model or [] for group in _bucket_groups(chunk)):
-            replace_on(group, "register_grad_ready", around(Phase.READY))
+            replace_on(group, "register_grad_ready", functools.partial(inject_before, Phase.READY))
     if Phase.FORK in named:
         _watch_forks()
     if Phase.COPY in named:
         for member in members(live.optimizer):
-            replace_on(member, "_copy_model_grads_to_main_grads", _after(Phase.COPY))
+            replace_on(member, "_copy_model_grads_to_main_grads", functools.partial(_inject_after, Phase.COPY))
 
 
 def _watch_accumulation(live: Live) -> None:
@@ -45,48 +45,28 @@ def _bucket_groups(chunk: Any) -> list[Any]:
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
+@functools.cache
 def _watch_forks() -> None:
     from megatron.core.tensor_parallel import random
 
-    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def set_state(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # true only during a fork's exit
-                injection.at(Phase.FORK)
+    def set_state(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # true only during a fork's exit
+            injection.at(Phase.FORK)
 
-        set_state._is_watched = True  # type: ignore[attr-defined]
-        return set_state
-
-    if not getattr(random._set_cuda_rng_state, "_is_watched", False):
-        replace_on(random, "_set_cuda_rng_state", watching)
+    replace_on(random, "_set_cuda_rng_state", set_state)
 
 
-def _after(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            injection.at(phase)
-            return result
-
-        return watched
-
-    return wrapper
+def _inject_after(phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    injection.at(phase)
+    return result
 
 
-def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for a function of Megatron; before each call, it injects the faults that name ``phase``."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def injected(*args: Any, **kwargs: Any) -> Any:
-            injection.at(phase)
-            return original(*args, **kwargs)
-
-        return injected
-
-    return wrapper
+def inject_before(phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Inject the faults that name ``phase``, before a function of Megatron."""
+    injection.at(phase)
+    return original(*args, **kwargs)
 
 
 def forward_and_backward(forward_step: Callable[..., Any]) -> Callable[..., Any]:

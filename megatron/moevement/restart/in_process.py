@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, override
 
@@ -16,22 +15,16 @@ from moevement_core.restart.faults import Fault
 from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
 
 
-def restart_in_process(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``pretrain`` that enters it again after failures, for jobs that restart in place.
+def restart_in_process(
+    process: Process, original: Callable[..., Any], *args: Any, store: Any = None, **kwargs: Any
+) -> Any:
+    """Enter ``pretrain`` again after failures, in jobs that restart in place.
 
-    In all other jobs, the wrapper only calls ``pretrain``.
+    In all other jobs, the function only calls ``pretrain``.
     """
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
-            if not is_restarted_in_process():
-                return original(*args, store=store, **kwargs)
-            return run_through_failures(_Pretrain(process, original, args, kwargs))
-
-        return pretrain
-
-    return wrapper
+    if not is_restarted_in_process():
+        return original(*args, store=store, **kwargs)
+    return run_through_failures(_Pretrain(process, original, args, kwargs))
 
 
 class _Pretrain(Training):

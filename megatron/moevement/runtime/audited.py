@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +36,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.grad if buffer is None else buffer
 
 
-def noting_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``finalize_model_grads`` that first notes that all gradients are complete."""
-
-    @functools.wraps(original)
-    def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
-        before_reductions()
-        return original(*args, **kwargs)
-
-    return finalize_model_grads
+def note_gradients(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Note that all gradients are complete, before ``finalize_model_grads``."""
+    before_reductions()
+    return original(*args, **kwargs)

@@ -10,52 +10,38 @@ Megatron loads them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.moevement.runtime.job import Process
 
 
-def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``get_rng_state`` that collects the states of every data-parallel rank.
+def states_of_every_rank(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Collect the states of every data-parallel rank, in place of ``get_rng_state``.
 
-    Without expert parallelism, the wrapper collects what Megatron collects.
+    Without expert parallelism, the function collects what Megatron collects.
     """
+    from megatron.training import get_args
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-
-            megatron_args = get_args()
-            wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
-            with process.job.live.undo.nested() as inner:
-                inner.set(megatron_args, "data_parallel_random_init", wanted)
-                return original(*args, **kwargs)
-
-        return get_rng_state
-
-    return wrapper
+    megatron_args = get_args()
+    wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
+    with process.job.live.undo.nested() as inner:
+        inner.set(megatron_args, "data_parallel_random_init", wanted)
+        return original(*args, **kwargs)
 
 
-def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``dist_checkpointing.load`` that gives each data-parallel rank the random states that it had saved.
+def states_of_this_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Give each data-parallel rank the random states that it had saved, in place of ``dist_checkpointing.load``.
 
     Megatron's own function gives every rank the states of the first data-parallel rank. If stock Megatron or a smaller
     job saved the checkpoint, it has states for fewer data-parallel ranks than this job has. All further ranks then get
     the states of the last rank in the checkpoint.
     """
+    from megatron.core import mpu
+    from megatron.training import get_args
 
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import mpu
-        from megatron.training import get_args
-
-        loaded = original(*args, **kwargs)
-        states = loaded.get("rng_state") if isinstance(loaded, dict) else None
-        if isinstance(states, list) and states and not get_args().data_parallel_random_init:
-            loaded["rng_state"] = [states[min(mpu.get_data_parallel_rank(), len(states) - 1)]]
-        return loaded
-
-    return load
+    loaded = original(*args, **kwargs)
+    states = loaded.get("rng_state") if isinstance(loaded, dict) else None
+    if isinstance(states, list) and states and not get_args().data_parallel_random_init:
+        loaded["rng_state"] = [states[min(mpu.get_data_parallel_rank(), len(states) - 1)]]
+    return loaded

@@ -5,7 +5,6 @@ Megatron itself saves and reshards. This module only catches the error of a fail
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,34 +22,24 @@ from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic, waiting_for_others
 from moevement_core.run.events import CheckpointFailed, CheckpointSaved
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+def save_or_report(process: Process, original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Report a failed ``save_checkpoint`` on every rank, and let training continue."""
+    from megatron.training import get_args
 
-def save_or_report(process: Process) -> Wrapper:
-    """Return a wrapper of ``save_checkpoint`` that reports a failed save on every rank and lets training continue."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args
-
-            job, save = process.job, get_args().save
-            # Non-persistent checkpoints may have folders of their own, without --save.
-            if save and (problem := from_rank_zero(lambda: _unwritable(Path(save), iteration), str | None)):
-                _report(job, iteration, problem)
-                return None
-            injection.at(Phase.SAVE, iteration)
-            with _Reported(job, iteration) as outcome, waiting_for_others():
-                original(iteration, *args, **kwargs)
-                if save and torch.distributed.get_rank() == 0:
-                    _mark(Path(save), iteration, job.binding.job_name)
-            if outcome.succeeded and not get_args().async_save:
-                job.event(CheckpointSaved(iteration, str(save)))
-            return None
-
-        return save_checkpoint
-
-    return wrapper
+    job, save = process.job, get_args().save
+    # Non-persistent checkpoints may have folders of their own, without --save.
+    if save and (problem := from_rank_zero(lambda: _unwritable(Path(save), iteration), str | None)):
+        _report(job, iteration, problem)
+        return None
+    injection.at(Phase.SAVE, iteration)
+    with _Reported(job, iteration) as outcome, waiting_for_others():
+        original(iteration, *args, **kwargs)
+        if save and torch.distributed.get_rank() == 0:
+            _mark(Path(save), iteration, job.binding.job_name)
+    if outcome.succeeded and not get_args().async_save:
+        job.event(CheckpointSaved(iteration, str(save)))
+    return None
 
 
 def _mark(save: Path, iteration: int, name: str) -> None:
@@ -65,32 +54,19 @@ def _mark(save: Path, iteration: int, name: str) -> None:
         )
 
 
-def finalize_or_report(process: Process) -> Wrapper:
-    """Return a wrapper of ``maybe_finalize_async_save`` that reports a failed asynchronous save."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            with _Reported(process.job, None), waiting_for_others():
-                return original(*args, **kwargs)
-
-        return maybe_finalize_async_save
-
-    return wrapper
+def finalize_or_report(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Report an asynchronous save that failed, in place of ``maybe_finalize_async_save``."""
+    with _Reported(process.job, None), waiting_for_others():
+        return original(*args, **kwargs)
 
 
-def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that protects ``original``, which starts a process and waits for its start, from interruptions.
+def run_uninterrupted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Protect ``original``, which starts a process and waits for its start, from interruptions.
 
     A restart that interrupted the start would leave a half-started process, and nothing would end it.
     """
-
-    @functools.wraps(original)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        with atomic():
-            return original(*args, **kwargs)
-
-    return whole
+    with atomic():
+        return original(*args, **kwargs)
 
 
 class _Reported:

@@ -23,68 +23,60 @@ _NEVER, _AT_ONCE = 1e12, 1e-12
 """Minutes for ``--exit-duration-in-mins`` with which Megatron never ends an evaluation, or ends it at once."""
 
 
-def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``evaluate_and_print_results`` that restores the random states from before the evaluation.
+def leave_generators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Restore the random states from before the evaluation, after ``evaluate_and_print_results``.
 
     These are the states of Python, NumPy, torch, the device and Megatron's tracker. If a failure interrupts the
-    evaluation, the wrapper restores nothing, because the recovery restores the random states from the boundary record.
+    evaluation, the function restores nothing, because the recovery restores the random states from the boundary record.
     """
-
-    @functools.wraps(original)
-    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
-        before = random_states()
-        result = original(*args, **kwargs)
-        put_random_states(before)
-        return result
-
-    return evaluate_and_print_results
+    before = random_states()
+    result = original(*args, **kwargs)
+    put_random_states(before)
+    return result
 
 
-def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that ends ``evaluate`` after its current iteration if the job is asked to end.
+def end_when_asked(
+    process: Process,
+    original: Callable[..., Any],
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """End ``evaluate`` after its current iteration if the job is asked to end.
 
     With ``--exit-duration-in-mins``, Megatron checks after each iteration of an evaluation whether the duration is over
-    on any rank. The wrapper makes use of this check. If the flag is not set, the wrapper sets it to a duration that is
-    never over. As soon as a rank is asked to end, the wrapper sets a duration that is already over on this rank.
-    Megatron then returns early from ``evaluate`` and skips the end of this function, because it expects to exit soon.
-    The wrapper does the skipped steps, because the job trains one or two more iterations until ranks have agreed where
-    to end.
+    on any rank. The function makes use of this check. If the flag is not set, it sets a duration that is never over. As
+    soon as a rank is asked to end, it sets a duration that is already over on this rank. Megatron then returns early
+    from ``evaluate`` and skips the end of ``evaluate``, because it expects to exit soon. The function does the skipped
+    steps, because the job trains one or two more iterations until ranks have agreed where to end.
     """
+    from megatron.training import get_args, get_timers
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    settings, job = get_args(), process.job
+    if job.session is None or own_page() is None:
+        return original(forward_step_func, data_iterator, model, *args, **kwargs)
 
-        @functools.wraps(original)
-        def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            from megatron.training import get_args, get_timers
+    consumed = {settings.consumed_valid_samples}
 
-            settings, job = get_args(), process.job
-            if job.session is None or own_page() is None:
-                return original(forward_step_func, data_iterator, model, *args, **kwargs)
+    @functools.wraps(forward_step_func)
+    def forward_step(*words: Any, **more: Any) -> Any:
+        consumed.add(settings.consumed_valid_samples)
+        if is_asked_to_end():
+            settings.exit_duration_in_mins = _AT_ONCE
+        return forward_step_func(*words, **more)
 
-            consumed = {settings.consumed_valid_samples}
-
-            @functools.wraps(forward_step_func)
-            def forward_step(*words: Any, **more: Any) -> Any:
-                consumed.add(settings.consumed_valid_samples)
-                if is_asked_to_end():
-                    settings.exit_duration_in_mins = _AT_ONCE
-                return forward_step_func(*words, **more)
-
-            with job.live.undo.nested() as undo:
-                undo.set(settings, "exit_duration_in_mins", settings.exit_duration_in_mins or _NEVER)
-                result = original(forward_step, data_iterator, model, *args, **kwargs)
-            if result[2]:
-                for chunk in model:
-                    chunk.train()
-                get_timers()("evaluate").stop()
-                # All samples of this evaluation count as consumed, so that a continued job evaluates later samples.
-                before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
-                arguments = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
-                iterations = arguments.get("eval_iters") or settings.eval_iters
-                settings.consumed_valid_samples = before + (after_first - before) * iterations
-            return result
-
-        return evaluate
-
-    return wrapper
+    with job.live.undo.nested() as undo:
+        undo.set(settings, "exit_duration_in_mins", settings.exit_duration_in_mins or _NEVER)
+        result = original(forward_step, data_iterator, model, *args, **kwargs)
+    if result[2]:
+        for chunk in model:
+            chunk.train()
+        get_timers()("evaluate").stop()
+        # All samples of this evaluation count as consumed, so that a continued job evaluates later samples.
+        before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
+        arguments = inspect.signature(original).bind(forward_step, data_iterator, model, *args, **kwargs).arguments
+        iterations = arguments.get("eval_iters") or settings.eval_iters
+        settings.consumed_valid_samples = before + (after_first - before) * iterations
+    return result

@@ -28,124 +28,84 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.session.run_directory import begin_record, continue_record, number, plain_config
 from moevement_core.util.lock import FolderLock
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-
-def record_pretrain(process: Process) -> Wrapper:
-    """Return a wrapper of ``pretrain`` that writes the summary at the end of the run, which may be a planned exit."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def pretrain(*args: Any, **kwargs: Any) -> Any:
-            if not process.job.has_begun:
-                process.start_over()
-            started_s = time.monotonic()
-            try:
-                result = original(*args, **kwargs)
-            except SystemExit as exit_:
-                if exit_.code in (0, None):
-                    _write_summary(process.job, started_s)
-                raise
+def record_pretrain(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write the summary at the end of ``pretrain``, which may be a planned exit."""
+    if not process.job.has_begun:
+        process.start_over()
+    started_s = time.monotonic()
+    try:
+        result = original(*args, **kwargs)
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
             _write_summary(process.job, started_s)
-            return result
-
-        return pretrain
-
-    return wrapper
+        raise
+    _write_summary(process.job, started_s)
+    return result
 
 
-def record_train_step(process: Process) -> Wrapper:
-    """Return a wrapper of ``train_step`` that records how long each step takes."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            started_s = time.perf_counter()
-            result = original(*args, **kwargs)
-            process.job.ledger.step_s = time.perf_counter() - started_s
-            return result
-
-        return train_step
-
-    return wrapper
+def record_train_step(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record how long each ``train_step`` takes."""
+    started_s = time.perf_counter()
+    result = original(*args, **kwargs)
+    process.job.ledger.step_s = time.perf_counter() - started_s
+    return result
 
 
-def record_iteration(process: Process) -> Wrapper:
-    """Return a wrapper of ``training_log`` that also writes the metrics line.
+def record_iteration(
+    process: Process,
+    original: Callable[..., Any],
+    loss_dict: dict[str, torch.Tensor],
+    total_loss_dict: dict[str, Any],
+    learning_rate: float | None,
+    iteration: int,
+    loss_scale: float,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: float | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Write the metrics line, before ``training_log``.
 
     Megatron calls ``training_log`` once for each committed iteration.
     """
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def training_log(
-            loss_dict: dict[str, torch.Tensor],
-            total_loss_dict: dict[str, Any],
-            learning_rate: float | None,
-            iteration: int,
-            loss_scale: float,
-            report_memory_flag: bool,
-            skipped_iter: int,
-            grad_norm: float | None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            job = process.job
-            job.live.iteration = iteration
-            checkpointing = job.session.metrics() if job.session is not None else {}
-            if job.loads is not None and job.live.record is not None:  # Waits for the device, as the loss does.
-                checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
-            job.ledger.write(
-                iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
-                skipped=bool(skipped_iter), grad_norm=grad_norm,
-            )  # fmt: skip
-            _write_scalars(job.live.record, checkpointing, iteration)
-            if kwargs.get("is_first_iteration") and iteration > 1:
-                # A recovery enters Megatron's loop again. After the first line of a loop, Megatron does not reset its
-                # sums, so the next line would be a mean of two iterations.
-                kwargs["is_first_iteration"] = False
-            return original(
-                loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
-                grad_norm, *args, **kwargs,
-            )  # fmt: skip
-
-        return training_log
-
-    return wrapper
+    job = process.job
+    job.live.iteration = iteration
+    checkpointing = job.session.metrics() if job.session is not None else {}
+    if job.loads is not None and job.live.record is not None:  # Waits for the device, as the loss does.
+        checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
+    job.ledger.write(
+        iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
+        skipped=bool(skipped_iter), grad_norm=grad_norm,
+    )  # fmt: skip
+    _write_scalars(job.live.record, checkpointing, iteration)
+    if kwargs.get("is_first_iteration") and iteration > 1:
+        # A recovery enters Megatron's loop again. After the first line of a loop, Megatron does not reset its
+        # sums, so the next line would be a mean of two iterations.
+        kwargs["is_first_iteration"] = False
+    return original(
+        loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
+        grad_norm, *args, **kwargs,
+    )  # fmt: skip
 
 
-def record_evaluation(process: Process) -> Wrapper:
-    """Return a wrapper of ``evaluate_and_print_results`` that tells :func:`record_evaluated` which data set is used."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
-            process.job.ledger.evaluated_set = "test" if "test set" in prefix else "validation"
-            return original(prefix, *args, **kwargs)
-
-        return evaluate_and_print_results
-
-    return wrapper
+def record_evaluation(process: Process, original: Callable[..., Any], prefix: str, *args: Any, **kwargs: Any) -> Any:
+    """Tell :func:`record_evaluated` which data set ``evaluate_and_print_results`` uses."""
+    process.job.ledger.evaluated_set = "test" if "test set" in prefix else "validation"
+    return original(prefix, *args, **kwargs)
 
 
-def record_evaluated(process: Process) -> Wrapper:
-    """Return a wrapper of ``evaluate`` that writes the loss of the evaluation to the run's events."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            injection.at(Phase.EVAL, process.job.live.iteration)
-            result = original(*args, **kwargs)
-            job, losses = process.job, result[0]
-            if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-                loss = number(losses["lm loss"]) if "lm loss" in losses else None
-                job.ledger.held_out[job.ledger.evaluated_set] = loss
-                job.event(Evaluated(job.ledger.evaluated_set, job.live.iteration, loss))
-            return result
-
-        return evaluate
-
-    return wrapper
+def record_evaluated(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write the loss of ``evaluate`` to the run's events."""
+    injection.at(Phase.EVAL, process.job.live.iteration)
+    result = original(*args, **kwargs)
+    job, losses = process.job, result[0]
+    if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        loss = number(losses["lm loss"]) if "lm loss" in losses else None
+        job.ledger.held_out[job.ledger.evaluated_set] = loss
+        job.event(Evaluated(job.ledger.evaluated_set, job.live.iteration, loss))
+    return result
 
 
 def resume_record(job: Job, args: Namespace, run_dir: Path | None) -> None:

@@ -14,7 +14,6 @@ are not finite flow forward through the stages to the loss, and from there backw
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +25,6 @@ from megatron.moevement.runtime.job import Job, Process
 from moevement_core.errors import ResultError
 from moevement_core.recovery.boundary_log import Direction
 from moevement_core.restart.generation import generation, waiting_for_others
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 NEVER = 1 << 30
 """Result of :func:`_place` on a rank whose values are all finite; greater than any position."""
@@ -52,81 +49,61 @@ def validate_first_iteration() -> None:
     get_rerun_state_machine().first_iteration_complete = True
 
 
-def locate_on_recomputation(process: Process) -> Wrapper:
-    """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before the second pass.
+def locate_on_recomputation(process: Process, original: Callable[..., bool], machine: Any, data_iterator: Any) -> bool:
+    """Locate non-finite values before the second pass, in ``should_run_forward_backward``.
 
-    The second pass overwrites these values. It also sends all tensors to other stages again, so the wrapper drops the
+    The second pass overwrites these values. It also sends all tensors to other stages again, so the function drops the
     tensors of the first pass from the boundary log.
     """
+    from megatron.core.rerun_state_machine import RerunState
 
-    def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(original)
-        def should_run_forward_backward(machine: Any, data_iterator: Any) -> bool:
-            from megatron.core.rerun_state_machine import RerunState
-
-            is_wanted = original(machine, data_iterator)
-            if is_wanted and machine.state is RerunState.RERUNNING_IN_PLACE and generation() is not None:
-                job = process.job
-                job.place_of_failure = _place(job, machine)
-                if job.live.boundary_log is not None:
-                    job.live.boundary_log.restart_iteration()
-                if job.session is not None:
-                    job.session.auditor.executions.observe()
-            return is_wanted
-
-        return should_run_forward_backward
-
-    return wrapper
+    is_wanted = original(machine, data_iterator)
+    if is_wanted and machine.state is RerunState.RERUNNING_IN_PLACE and generation() is not None:
+        job = process.job
+        job.place_of_failure = _place(job, machine)
+        if job.live.boundary_log is not None:
+            job.live.boundary_log.restart_iteration()
+        if job.session is not None:
+            job.session.auditor.executions.observe()
+    return is_wanted
 
 
-def interrupt_instead_of_exit(process: Process) -> Wrapper:
-    """Return a wrapper of ``should_checkpoint_and_exit`` that interrupts the iteration instead of ending all ranks.
+def interrupt_instead_of_exit(
+    process: Process, original: Callable[..., tuple[bool, bool, int]], machine: Any
+) -> tuple[bool, bool, int]:
+    """Interrupt the iteration instead of ending all ranks, in ``should_checkpoint_and_exit``.
 
-    Every rank calls the wrapped function, and Megatron makes all ranks agree on its result.
+    Every rank calls the function, and Megatron makes all ranks agree on its result.
     """
+    from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
 
-    def wrapper(original: Callable[..., tuple[bool, bool, int]]) -> Callable[..., tuple[bool, bool, int]]:
-        @functools.wraps(original)
-        def should_checkpoint_and_exit(machine: Any) -> tuple[bool, bool, int]:
-            from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
-
-            decided = original(machine)
-            _, is_to_exit, code = decided
-            if is_to_exit and generation() is not None:
-                _interrupt(process, machine, is_reproducible=code == EXIT_CODE_RESUME_TO_DISAMBIGUATE)
-            return decided
-
-        return should_checkpoint_and_exit
-
-    return wrapper
+    decided = original(machine)
+    _, is_to_exit, code = decided
+    if is_to_exit and generation() is not None:
+        _interrupt(process, machine, is_reproducible=code == EXIT_CODE_RESUME_TO_DISAMBIGUATE)
+    return decided
 
 
-def refuse_without_second_pass(process: Process) -> Wrapper:
-    """Return a wrapper of ``validate_result`` that handles rejected results under ``--rerun-mode disabled``.
+def refuse_without_second_pass(
+    process: Process, original: Callable[..., None], machine: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Handle results that ``validate_result`` rejects under ``--rerun-mode disabled``.
 
-    In this mode, the rank that rejects a result raises an error, and no other rank notices. The wrapper raises
+    In this mode, the rank that rejects a result raises an error, and no other rank notices. The function raises
     :class:`ResultError` instead, which interrupts all ranks, and they compute the iteration again. If the same process
     then rejects a result of this iteration again, a spare replaces the process.
     """
+    from megatron.core.rerun_state_machine import RerunMode
 
-    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def validate_result(machine: Any, *args: Any, **kwargs: Any) -> None:
-            from megatron.core.rerun_state_machine import RerunMode
-
-            if machine.mode is not RerunMode.DISABLED or generation() is None:
-                return original(machine, *args, **kwargs)
-            try:
-                return original(machine, *args, **kwargs)
-            except RuntimeError as error:
-                iteration = process.job.live.iteration + 1
-                is_recomputation = process.rejected_at == iteration
-                process.rejected_at = iteration
-                raise ResultError(str(error), [dist.get_rank()] if is_recomputation else ()) from error
-
-        return validate_result
-
-    return wrapper
+    if machine.mode is not RerunMode.DISABLED or generation() is None:
+        return original(machine, *args, **kwargs)
+    try:
+        return original(machine, *args, **kwargs)
+    except RuntimeError as error:
+        iteration = process.job.live.iteration + 1
+        is_recomputation = process.rejected_at == iteration
+        process.rejected_at = iteration
+        raise ResultError(str(error), [dist.get_rank()] if is_recomputation else ()) from error
 
 
 def _place(job: Job, machine: Any) -> int:

@@ -7,7 +7,6 @@ would wait seconds for these imports, and each server would take hundreds of meg
 
 from __future__ import annotations
 
-import functools
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -40,18 +39,13 @@ class PickledQueue:
         return pickle.loads(self._queue.get_nowait())
 
 
-def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``get_write_results_queue`` that starts a server without imports.
+def queue_with_small_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> PickledQueue:
+    """Start a server without imports, in place of ``get_write_results_queue``.
 
     No restart interrupts the start, because nothing would end a half-started server.
     """
-
-    @functools.wraps(original)
-    def get_write_results_queue(*args: Any, **kwargs: Any) -> PickledQueue:
-        with atomic(), _script_hidden():
-            return PickledQueue(original(*args, **kwargs))
-
-    return get_write_results_queue
+    with atomic(), _script_hidden():
+        return PickledQueue(original(*args, **kwargs))
 
 
 @contextmanager

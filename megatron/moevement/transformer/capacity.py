@@ -92,7 +92,7 @@ class RouterRoom:
                     counts=lambda: not self.paused,
                 )
                 self._rooms.append(room)
-                replace_on(router, "routing", functools.partial(_routing_in, room=room))
+                replace_on(router, "routing", functools.partial(_routing_in, room))
 
     def open(self, operators: Collection[str]) -> None:
         """Give the experts in ``operators`` extra capacity, and all other experts normal capacity."""
@@ -123,43 +123,36 @@ class RouterRoom:
         return by_operator(taken, self._places, len(self._table))
 
 
-def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
-    @functools.wraps(routing)
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        # Extra capacity applies to both passes of a recomputed layer, but not to evaluation.
-        token = _room.set(room if room.is_open and room.router.training else None)
-        try:
-            return routing(*args, **kwargs)
-        finally:
-            _room.reset(token)
-
-    return routed
+def _routing_in(room: _Room, routing: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Extra capacity applies to both passes of a recomputed layer, but not to evaluation.
+    token = _room.set(room if room.is_open and room.router.training else None)
+    try:
+        return routing(*args, **kwargs)
+    finally:
+        _room.reset(token)
 
 
-def dropping_with_room(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``apply_router_token_dropping`` that drops fewer tokens of experts that now have extra capacity."""
+def dropping_with_room(
+    original: Callable[..., Any],
+    routing_probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    router_topk: int,
+    capacity_factor: float,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop fewer tokens of experts that now have extra capacity, in ``apply_router_token_dropping``."""
 
-    @functools.wraps(original)
-    def apply_router_token_dropping(
-        routing_probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router_topk: int,
-        capacity_factor: float,
-        drop_policy: str = "probs",
-        pad_to_capacity: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        def dropped(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-            probs, kept = original(routing_probs, routing_map, router_topk, factor, drop_policy, pad_to_capacity)
-            return probs, kept
+    def dropped(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, kept = original(routing_probs, routing_map, router_topk, factor, drop_policy, pad_to_capacity)
+        return probs, kept
 
-        probs, kept = dropped(capacity_factor)
-        room = _room.get()
-        if room is None:
-            return probs, kept
-        more_probs, more = dropped(capacity_factor * (1 + room.share))
-        if torch.is_grad_enabled() and room.counts():
-            with torch.no_grad():
-                room.observe_extra_tokens.add_((more & ~kept & room.has_more).sum(0))
-        return torch.where(room.has_more, more_probs, probs), torch.where(room.has_more, more, kept)
-
-    return apply_router_token_dropping
+    probs, kept = dropped(capacity_factor)
+    room = _room.get()
+    if room is None:
+        return probs, kept
+    more_probs, more = dropped(capacity_factor * (1 + room.share))
+    if torch.is_grad_enabled() and room.counts():
+        with torch.no_grad():
+            room.observe_extra_tokens.add_((more & ~kept & room.has_more).sum(0))
+    return torch.where(room.has_more, more_probs, probs), torch.where(room.has_more, more, kept)

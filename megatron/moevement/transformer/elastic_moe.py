@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +20,10 @@ from megatron.moevement.elastic.slots import Slots, slots
 from moevement_core.restart.generation import nodes_of
 
 
-def layer_with_slots(original: Any) -> Callable[..., Any]:
-    """Return a function for layer specs that builds an MoE layer, with slots if this job's experts are in slots."""
-
-    @functools.wraps(original)
-    def moe_layer(*args: Any, **kwargs: Any) -> Any:
-        expert_slots = slots()
-        return original(*args, **kwargs) if expert_slots is None else _slot_layer()(expert_slots, *args, **kwargs)
-
-    return moe_layer
+def layer_with_slots(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build an MoE layer for a layer spec, with slots if this job's experts are in slots."""
+    expert_slots = slots()
+    return original(*args, **kwargs) if expert_slots is None else _slot_layer()(expert_slots, *args, **kwargs)
 
 
 @functools.cache

@@ -28,15 +28,10 @@ from moevement_core import log
 from moevement_core.errors import ConfigError
 
 
-def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``grouped_mlp_modules`` whose experts run on the kernels that ``--moevement-frozen-kernels`` names."""
-
-    @functools.wraps(original)
-    def grouped_mlp_modules(*args: Any, **kwargs: Any) -> Any:
-        built = original(*args, **kwargs)
-        return partial(_build, built) if isinstance(built, partial) else built
-
-    return grouped_mlp_modules
+def experts_with_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run experts on the kernels that ``--moevement-frozen-kernels`` names, in ``grouped_mlp_modules``."""
+    built = original(*args, **kwargs)
+    return partial(_build, built) if isinstance(built, partial) else built
 
 
 def _build(built: Any, *args: Any, **kwargs: Any) -> Any:

@@ -106,11 +106,24 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
     return groups
 
 
-def gating_without_weight_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``router_gating_linear`` that skips the weight gradient of a frozen router.
+def gating_without_weight_gradient(
+    original: Callable[..., Any],
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    router_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Skip the weight gradient of a frozen router, in ``router_gating_linear``.
 
     Megatron's own backward pass always computes the weight gradient.
     """
+    if weight.requires_grad or not torch.is_grad_enabled():
+        return original(inp, weight, bias, router_dtype)
+    return _frozen_gating().apply(inp, weight, bias, router_dtype)
+
+
+@functools.cache
+def _frozen_gating() -> Any:
     from megatron.core.transformer.moe import moe_utils
 
     class FrozenGating(moe_utils.RouterGatingLinearFunction):
@@ -126,12 +139,4 @@ def gating_without_weight_gradient(original: Callable[..., Any]) -> Callable[...
                 grad_TH = torch.mm(grad_TE, weight_EH)
             return grad_TH.to(ctx.input_dtype).view(tokens.shape), None, None, None
 
-    @functools.wraps(original)
-    def router_gating_linear(
-        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: torch.dtype
-    ) -> torch.Tensor:
-        if weight.requires_grad or not torch.is_grad_enabled():
-            return original(inp, weight, bias, router_dtype)
-        return FrozenGating.apply(inp, weight, bias, router_dtype)
-
-    return router_gating_linear
+    return FrozenGating

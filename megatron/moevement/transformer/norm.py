@@ -9,25 +9,21 @@ tensor-parallel ranks have to sum them. Megatron does this for parameters marked
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def norm_with_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return a ``WrappedTorchNorm.__new__`` that also builds norms for sequence parallelism."""
-
-    @functools.wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        without = copy.copy(config)
-        without.sequence_parallel = False
-        norm = original(cls, without, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        return norm
-
-    return new
+def norm_with_sequence_parallel(
+    original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> torch.nn.Module:
+    """Build norms for sequence parallelism too, in ``WrappedTorchNorm.__new__``."""
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kwargs)
+    without = copy.copy(config)
+    without.sequence_parallel = False
+    norm = original(cls, without, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return norm

@@ -43,21 +43,25 @@ class RouterCounts:
                 experts = int(chunk.config.num_moe_experts)
                 self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
                 self._sums.append(torch.zeros(experts, dtype=torch.float64, device=router.weight.device))
-                replace_on(router, "routing", functools.partial(self._counting, router=router, sums=self._sums[-1]))
+                replace_on(router, "routing", functools.partial(self._counting, router, self._sums[-1]))
 
-    def _counting(self, routing: Callable[..., Any], router: Any, sums: torch.Tensor) -> Callable[..., Any]:
-        @functools.wraps(routing)
-        def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = routing(logits, *args, **kwargs)
-            if router.training and torch.is_grad_enabled() and not self.paused:
-                with torch.no_grad():
-                    if self._soft:
-                        sums.add_(_probabilities(router, logits).sum(0).to(sums.dtype))
-                    else:
-                        sums.add_(_assigned(router, *result[:2]).view(-1, sums.numel()).sum(0))
-            return result
-
-        return counted
+    def _counting(
+        self,
+        router: Any,
+        sums: torch.Tensor,
+        routing: Callable[..., Any],
+        logits: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = routing(logits, *args, **kwargs)
+        if router.training and torch.is_grad_enabled() and not self.paused:
+            with torch.no_grad():
+                if self._soft:
+                    sums.add_(_probabilities(router, logits).sum(0).to(sums.dtype))
+                else:
+                    sums.add_(_assigned(router, *result[:2]).view(-1, sums.numel()).sum(0))
+        return result
 
     def take(self) -> torch.Tensor:
         """Return this rank's sums since the last call, on the device, and reset the sums. The host does not wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.moevement.transformer.capacity import RouterRoom, dropping_with_ro
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 
 TOKENS, EXPERTS, TOPK, FACTOR, SHARE = 64, 4, 2, 1.0, 0.25
-drop = dropping_with_room(apply_router_token_dropping)
+drop = partial(dropping_with_room, apply_router_token_dropping)
 
 
 class Router:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ def test_a_failure_between_two_chunks_swaps_no_data_sets() -> None:
 
     live = Live(model=[None, None])
     process: Any = SimpleNamespace(job=SimpleNamespace(live=live, rejoined=None))
-    ask = retain_datasets(process)(build)
+    ask = partial(retain_datasets, process, build)
     assert [ask(), ask()] == ["sets 0", "sets 1"]
     process.job.rejoined = object()
     live.datasets_asked = 0  # a failure interrupts the job, which asks again from the first chunk
@@ -31,7 +32,7 @@ def test_a_failure_between_two_chunks_swaps_no_data_sets() -> None:
 def test_what_an_interrupted_first_build_has_left_is_in_its_place() -> None:
     live = Live(model=[None, None])
     process: Any = SimpleNamespace(job=SimpleNamespace(live=live, rejoined=None))
-    ask = retain_datasets(process)(iter("abcd").__next__)
+    ask = partial(retain_datasets, process, iter("abcd").__next__)
     assert ask() == "a"
     live.datasets_asked = 0
     assert [ask(), ask()] == ["b", "c"] == live.datasets

@@ -149,7 +149,7 @@ def test_a_checkpoint_writer_gets_copies() -> None:
         writer.write_buckets = [("path", "key", ([], [("item", weight)]))]
 
     writer = Writer()
-    _with_copies(prepare)(writer)
+    _with_copies(prepare, writer)
     weight += 1
     ((_, _, (_, ((_, copied),))),) = writer.write_buckets
     assert torch.equal(copied, torch.zeros(3))

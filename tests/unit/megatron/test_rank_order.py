@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def _sums(cases: tuple[str, ...]) -> dict[str, tuple[bool, list[float]]]:
         by_library.append(True)
         return original(*args, **kwargs)
 
-    summing = rank_order.summing_in_rank_order(counted)
+    summing = partial(rank_order.sum_in_rank_order, counted)
     values = torch.tensor([0.1, 1e8, -3.0]).reshape(3, 1) * (rank + 1) / 7
     results: dict[str, tuple[bool, list[float]]] = {}
     for case in cases:

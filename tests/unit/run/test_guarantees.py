@@ -88,7 +88,7 @@ def test_what_the_flags_leave_open_is_chosen_by_device(
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--num-layers", "2", *words])
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", None)
     original = getattr(megatron_arguments.parse_args, "_moevement_original", megatron_arguments.parse_args)
-    assert arguments.parse_args_with_ours(original)().moevement_recovery == recovery
+    assert arguments.parse_args_with_ours(original).moevement_recovery == recovery
 
 
 def test_a_job_on_gpus_is_described_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
