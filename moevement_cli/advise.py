@@ -102,7 +102,7 @@ def advise(arguments: argparse.Namespace) -> int:
 
 def _verdict(result: Worth) -> Iterator[str]:
     best = result.strategies[0]
-    way = f"{_called(best)} with {best.spares} spare node{'s' * (best.spares != 1)}"
+    way = f"{family(best.strategy)} with {best.spares} spare node{'s' * (best.spares != 1)}"
     if not fits(best.strategy):
         yield "[bold red]Not with these nodes[/bold red]: no strategy fits into the host memory of a node."
     elif result.pays:
@@ -138,10 +138,6 @@ def _saved(today: Way, best: Way, interval_h: float = math.nan) -> str:
     )
 
 
-def _called(way: Way) -> str:
-    return family(way.strategy)
-
-
 def _table(job: Scenario, result: Worth) -> Table:
     gpus = job.job.ranks
     table = Table(
@@ -159,7 +155,7 @@ def _table(job: Scenario, result: Worth) -> Table:
         if way is result.strategies[0]:
             table.add_section()
         table.add_row(
-            _called(way) if is_ours else way.name,
+            family(way.strategy) if is_ours else way.name,
             f"W {way.strategy.costs.plan.size}" if sparse else f"{way.strategy.interval:,}",
             f"{way.saving_h:,.0f}", f"{way.failing_h:,.0f}", f"{way.spares_h:,.0f}", f"{way.total_h:,.0f}",
             f"{way.total_h / (gpus * MONTH_H):.2%}",

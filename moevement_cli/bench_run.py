@@ -49,7 +49,7 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {OUTPUT_ENV: folder, **environment}
-        _launch(nproc, [str(script.__file__), str(SCRIPT), *model_words(flags)], Path(folder, "run"), None)
+        launch(nproc, [str(script.__file__), str(SCRIPT), *model_words(flags)], Path(folder, "run"))
         return json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
 
 
@@ -69,7 +69,7 @@ def record_of(
     """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
-        _launch(nproc, [*map(str, script), *model_words(flags)], run_dir, spares)
+        launch(nproc, [*map(str, script), *model_words(flags)], run_dir, spares)
         record = RunRecord(run_dir)
         return list(record.events()), list(record.metrics())
 
@@ -83,15 +83,25 @@ def model_words(flags: Sequence[str]) -> list[str]:
     return [*(word for pair in MODEL.items() for word in map(str, pair)), *switches, *flags]
 
 
-def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> None:
+def launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None = None) -> None:
+    """Train on this host until the end of the run.
+
+    Args:
+        nproc: number of ranks.
+        argv: scripts and flags of the training.
+        run_dir: run directory.
+        spares: number of spares; None: the first failure ends the run.
+
+    Raises:
+        ConfigError: the run failed.
+    """
     from megatron.moevement.worker import MEGATRON
-    from moevement_core.launching import launch
+    from moevement_core.launching.launch import Launch, launch_on_this_host
 
     argv = [*argv, "--run-dir", str(run_dir)]
-    code = launch.launch_on_this_host(
-        launch.Launch(nproc, argv, trainer=MEGATRON, show_logs=False, fresh_interpreters=False, spares=spares)
-    )
-    if code:
+    if code := launch_on_this_host(
+        Launch(nproc, argv, trainer=MEGATRON, show_logs=False, fresh_interpreters=False, spares=spares)
+    ):
         raise failed(code, run_dir)
 
 

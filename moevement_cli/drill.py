@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,23 +254,14 @@ def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> DrillResult
     is_equal = code == 0 and record.summary()["state_digest"]["all"] == wanted
     ended_by = _reason(run_dir, code) if code else None
     flip = next((line for line in lines if line[log.NAME].startswith(PREFIX)), None)
+    result = DrillResult(kind, flipped=None, damage=None, rank=None, after_s=None, is_equal=is_equal, ended_by=ended_by)
     if flip is None:
-        return DrillResult(
-            kind, flipped=None, damage=None, rank=None, after_s=None, is_equal=is_equal, ended_by=ended_by
-        )
-    flipped = {**json.loads(flip[log.NAME].removeprefix(PREFIX)), "time": flip["time"]}
+        return result
+    result = replace(result, flipped={**json.loads(flip[log.NAME].removeprefix(PREFIX)), "time": flip["time"]})
     for line in lines:
         if line["time"] >= flip["time"] and (damage := Damage.parse(line[log.NAME])) is not None:
-            return DrillResult(
-                kind,
-                flipped,
-                damage=damage,
-                rank=line["rank"],
-                after_s=line["time"] - flip["time"],
-                is_equal=is_equal,
-                ended_by=ended_by,
-            )
-    return DrillResult(kind, flipped, damage=None, rank=None, after_s=None, is_equal=is_equal, ended_by=ended_by)
+            return replace(result, damage=damage, rank=line["rank"], after_s=line["time"] - flip["time"])
+    return result
 
 
 def _lines(logs: Path) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_cli.bench_run import failed
+from moevement_cli.bench_run import failed, launch
 from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.fields import recorded_overhead
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
         }
         # These flags leave checkpoints out, because the timers would count snapshots as a part of training.
         flags = [*_flags(arguments, arguments.iterations, micro_batch_size), "--timing-log-level", "2"]
-        _launch(arguments, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
+        launch(arguments.nproc, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
         samples = Path(folder, "samples.json")
         if not samples.exists():
             raise failed(0, Path(folder, "run"))
@@ -122,20 +122,6 @@ def _flags(arguments: argparse.Namespace, iterations: int, micro_batch_size: int
     return [*flags, "--micro-batch-size", str(micro_batch_size)] if micro_batch_size is not None else flags
 
 
-def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> None:
-    """Train on this host, and raise an error if the run fails."""
-    from megatron.moevement.worker import MEGATRON
-    from moevement_core.launching import launch
-
-    argv = [*argv, "--run-dir", str(run_dir)]
-    if code := launch.launch_on_this_host(
-        launch.Launch(
-            nproc=arguments.nproc, argv=argv, trainer=MEGATRON, show_logs=False, fresh_interpreters=False, spares=None
-        )
-    ):
-        raise failed(code, run_dir)
-
-
 def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None:
     """Train with checkpoints, and return :attr:`Profile.contention`, the slow-down of training by copies to peers.
 
@@ -146,7 +132,7 @@ def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
         flags = [*_flags(arguments, arguments.saving_iterations, size), SWITCH]
-        _launch(arguments, [arguments.script, *flags], run_dir)
+        launch(arguments.nproc, [arguments.script, *flags], run_dir)
         return contention_of(RunRecord(run_dir).metrics(), profile)
 
 

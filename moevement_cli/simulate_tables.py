@@ -162,7 +162,7 @@ def _choice_table(job: Scenario, advice: Sequence[Advice]) -> Table:
     for item in advice:
         for choice in item.choices:
             table.add_row(
-                span(item.mtbf_s), _called(choice), _every(choice), f"{choice.ettr:.3f}",
+                span(item.mtbf_s), family(choice.strategy), _every(choice), f"{choice.ettr:.3f}",
                 f"{node_bytes(choice.strategy) / GB:,.0f}" + ("" if choice.fits else " *"),
                 f"{choice.lost_a_month:.2g}" if choice.strategy.in_memory else "-",
                 style="bold" if choice is item.best else "",
@@ -170,14 +170,10 @@ def _choice_table(job: Scenario, advice: Sequence[Advice]) -> Table:
     return table
 
 
-def _called(choice: Choice) -> str:
-    return family(choice.strategy)
-
-
 def _every(choice: Choice) -> str:
     if choice.is_sparse:
         checkpoints = choice.strategy.costs.plan
-        return f"W {checkpoints.size}" + ("" if _called(choice) == "redo" else f" {checkpoints.inputs.kind}")
+        return f"W {checkpoints.size}" + ("" if family(choice.strategy) == "redo" else f" {checkpoints.inputs.kind}")
     return f"every {choice.strategy.interval}"
 
 
@@ -208,7 +204,7 @@ def _gain(advice: Advice) -> str:
     gain, confidence = advice.gain
     name, best_share, other_share = decides
     part = PARTS[name][1]
-    against = f"{_called(other)} ({_every(other)})"
+    against = f"{family(other.strategy)} ({_every(other)})"
     if not other.fits and advice.best.fits:
         return f"It fits into host memory; {against}, ETTR {other.ettr:.3f}, does not."
     if abs(gain) < NEGLIGIBLE or (math.isfinite(confidence) and abs(gain) <= confidence):

@@ -59,16 +59,3 @@ class Faults:
         """
         partial = saving_s / interval + self.rate * interval / 2 * self.iteration_s
         return partial < full_saving_s / full_interval + self.rate * full_interval / 2 * self.iteration_s
-
-
-def observed_s(saving_s: float, interval: int, iterations: int, lost_s: list[float], restart_s: float) -> float:
-    """Return the overhead of a training whose failures are known, in seconds (equation 3).
-
-    Args:
-        saving_s: seconds by which a checkpoint delays training.
-        interval: iterations from one checkpoint to the next.
-        iterations: iterations of the training.
-        lost_s: seconds of lost training of each failure.
-        restart_s: seconds of a restart.
-    """
-    return iterations / interval * saving_s + sum(restart_s + lost for lost in lost_s)

@@ -23,6 +23,7 @@ import torch
 
 from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.ownership import owned_by_ranks, steps_are_tensors, weights_in_fp8
+from megatron.moevement.pipeline_parallel.sent_bytes import sends_per_micro_batch
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
 from moevement_core.planning.job import JobShape, OperatorShape, StageShape, TensorPart
@@ -188,15 +189,7 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
             )
             for keeps, by_rank in owned.items()
         }
-        yield StageShape(operators, _sends(stage, args), ranks)
-
-
-def _sends(stage: int, args: Namespace) -> int:
-    """Return the number of tensors that a rank of ``stage`` sends to other stages for one micro-batch."""
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    forward = chunks - (stage == args.pipeline_model_parallel_size - 1)
-    backward = chunks - (stage == 0)
-    return (forward + backward) if args.pipeline_model_parallel_size > 1 else 0
+        yield StageShape(operators, sends_per_micro_batch(args, stage), ranks)
 
 
 def _chunks(config: Any, virtual: int | None) -> Iterator[Any]:

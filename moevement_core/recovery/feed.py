@@ -52,7 +52,6 @@ class Feed:
     """Tensors that a replaying rank receives from one healthy neighbour, in order."""
 
     def __init__(self, peer: int, direction: Direction, transport: Transport) -> None:
-        self.received_bytes = 0
         self._peer, self._direction, self._transport = peer, direction, transport
         self._iteration, self._order = -1, 0
 
@@ -80,7 +79,6 @@ class Feed:
                 f"of iteration {self._iteration} was expected"
             )
         self._order += 1
-        self.received_bytes += payload.numel()
         return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
 
     def _whole(self, message: Message, header: torch.Tensor, payload: torch.Tensor) -> dict[str, Any]:

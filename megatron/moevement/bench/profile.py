@@ -8,7 +8,6 @@ time. The command line names the training script to measure, which needs no flag
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import OUTPUT_ENV
+from megatron.moevement.patches import around
 from moevement_core.comms.exchange import all_gather_objects
 
 ITERATIONS_ENV, STORAGE_ENV = "MOEVEMENT_BENCH_ITERATIONS", "MOEVEMENT_BENCH_STORAGE"
@@ -54,40 +54,32 @@ class RankTimes:
         self.layers: dict[str, Any] = {}
         self.count = 0
 
-    def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``train_step`` of Megatron's trainer that measures each call."""
-
-        @functools.wraps(train_step)
-        def measured(*arguments: Any, **named: Any) -> Any:
-            bound = inspect.signature(train_step).bind(*arguments, **named).arguments
-            config, model = bound["config"], bound["model"]
-            is_timed = self.count % 2 == 1
-            timers = config.timers
-            config.timers = timers if is_timed else None
-            _clear(timers)
-            _settle()
-            began = time.perf_counter()
-            try:
-                if self.count == WARM_UP - 1:
-                    with _layers(model, self.layers):
-                        result = train_step(*arguments, **named)
-                else:
-                    result = train_step(*arguments, **named)
-            finally:
-                config.timers = timers
-            _settle()
-            if self.count >= WARM_UP:
-                if is_timed:
-                    for part, names in PARTS.items():
-                        self.parts_s[part].append(sum(_elapsed(timers, name) for name in names))
-                else:
-                    self.whole_s.append(time.perf_counter() - began)
-            self.count += 1
-            if self.count == self.iterations:
-                self._tell(model)
-            return result
-
-        return measured
+    def measure(self, train_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Measure a call of ``train_step`` of Megatron's trainer, and return its result."""
+        bound = inspect.signature(train_step).bind(*arguments, **named).arguments
+        config, model = bound["config"], bound["model"]
+        is_timed = self.count % 2 == 1
+        timers = config.timers
+        config.timers = timers if is_timed else None
+        _clear(timers)
+        _settle()
+        began = time.perf_counter()
+        try:
+            with _layers(model, self.layers) if self.count == WARM_UP - 1 else nullcontext():
+                result = train_step(*arguments, **named)
+        finally:
+            config.timers = timers
+        _settle()
+        if self.count >= WARM_UP:
+            if is_timed:
+                for part, names in PARTS.items():
+                    self.parts_s[part].append(sum(_elapsed(timers, name) for name in names))
+            else:
+                self.whole_s.append(time.perf_counter() - began)
+        self.count += 1
+        if self.count == self.iterations:
+            self._tell(model)
+        return result
 
     def _tell(self, model: Any) -> None:
         """Gather the measurements of all ranks; rank 0 writes them to ``samples.json``. Collective."""
@@ -294,7 +286,7 @@ def main() -> None:
     from megatron.training import training
 
     measured = RankTimes(int(os.environ[ITERATIONS_ENV]))
-    training.train_step = measured.around(training.train_step)
+    training.train_step = around(training.train_step, measured.measure)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

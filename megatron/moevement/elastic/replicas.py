@@ -79,7 +79,7 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
     rank = dist.get_rank(group)
     owner = _first_slots(table)
     flat = [torch.cat(parts) for parts in gradients]
-    if not flat[0].numel() or all(count == 1 for count in _counts(table).values()):
+    if not flat[0].numel() or len(owner) == sum(map(len, table)):  # no expert has a second replica
         return
     away = [_slots_owned_by(table, owner, rank, target) for target in range(len(table))]
     here = [_slots_owned_by(table, owner, source, rank) for source in range(len(table))]
@@ -114,14 +114,6 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
         for part in gradients[slot]:
             part.copy_(whole[begin : begin + part.numel()])
             begin += part.numel()
-
-
-def _counts(table: Table) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for row in table:
-        for expert in row:
-            counts[expert] = counts.get(expert, 0) + 1
-    return counts
 
 
 def _first_slots(table: Table) -> dict[int, tuple[int, int]]:

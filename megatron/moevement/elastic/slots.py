@@ -8,13 +8,10 @@ package follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moevement_core.elastic.tables import StageExperts, Table, tables_of
-
-Loads = Mapping[int, Sequence[int]]
-"""Tokens that each expert received recently, by layer."""
 
 
 @dataclass

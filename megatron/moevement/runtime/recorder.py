@@ -6,7 +6,6 @@ it writes Megatron's own log. Rank 0 writes ``ranks.json``.
 
 from __future__ import annotations
 
-import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.patches import around
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
@@ -140,23 +140,19 @@ def _spare_training_its_writer() -> None:
         return
     file_writer._moevement_failed = False
 
-    def guarded(original: Callable[..., Any]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> None:
-            if file_writer._moevement_failed:
-                return
-            try:
-                original(*args, **kwargs)
-            except OSError as error:
-                file_writer._moevement_failed = True
-                log.warning(
-                    f"TensorBoard's file cannot be written ({error.strerror or error}); training continues without it"
-                )
-
-        return call
+    def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if file_writer._moevement_failed:
+            return
+        try:
+            original(*args, **kwargs)
+        except OSError as error:
+            file_writer._moevement_failed = True
+            log.warning(
+                f"TensorBoard's file cannot be written ({error.strerror or error}); training continues without it"
+            )
 
     for name in ("add_event", "flush", "close"):
-        setattr(file_writer, name, guarded(getattr(file_writer, name)))
+        setattr(file_writer, name, around(getattr(file_writer, name), guarded))
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:
