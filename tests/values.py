@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 
-from moevement_core.rendezvous.drains import Leave
+from moevement_core.rendezvous.drains import Drains
 from moevement_core.rendezvous.values import Values
 
 
@@ -43,20 +44,17 @@ class Holder:
     """Recorder of the calls on which a coordinator would act."""
 
     def __init__(self) -> None:
-        self.lease_s = 10.0
+        self.lost: list[int] = []
+        self.membership = SimpleNamespace(lease_s=10.0, disconnected=lambda members: self.lost.extend(sorted(members)))
         self.given_up: set[int] = set()
-        self.leaves: dict[int, Leave] = {}
+        self.drains = Drains(print)
         self.unhealthy: dict[str, str] = {}
         self.leaving: set[str] = set()
         self.alive: dict[int, int | None] = {}
-        self.lost: list[int] = []
         self.dead: list[tuple[int, int, str]] = []
 
     def renew(self, members: Mapping[int, int | None]) -> None:
         self.alive.update(members)
-
-    def disconnected(self, members: Iterable[int]) -> None:
-        self.lost += sorted(members)
 
     def died(self, member: int, pid: int, how: str) -> int | None:
         self.dead.append((member, pid, how))

@@ -29,6 +29,7 @@ from moevement_core.rendezvous.coordinator import LEASE_S, Coordinator, State
 from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, POLL_S, CoordinatorLoop, Turn
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.office import Term
+from moevement_core.rendezvous.process_list import process_entries
 from moevement_core.rendezvous.roster import RANKS, STORE
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.store import of_groups
@@ -203,7 +204,7 @@ class _Coordination:
         )  # fmt: skip
         if self._drains is not None:  # A standby must not give ranks to a drained node.
             self._drains.watch(place.lease_s / 4)
-            self._coordinator.drain(self._drains.standing)
+            self._coordinator.drains.request(self._drains.standing)
         self._loop = CoordinatorLoop(
             self._coordinator, place.listener, values=values, term=place.term, token=token,
             on_wind_down=_report_wind_down, may_have_standby=options.has_standby, expected=place.expected,
@@ -255,11 +256,11 @@ class _Coordination:
             if turn is Turn.DECIDED:
                 self._report_changes()
                 if self._drains is not None:
-                    self._drains.is_done(self._coordinator.drain(self._drains.standing))
+                    self._drains.is_done(self._coordinator.drains.request(self._drains.standing))
                 self._look_after_signals(signals)
                 self._look_after_tasks()
                 self._look_after_endpoint()
-        self._loop.end(max(GRACE_S, (LEASES_WITHOUT + 1) * self._coordinator.lease_s))
+        self._loop.end(max(GRACE_S, (LEASES_WITHOUT + 1) * self._coordinator.membership.lease_s))
         if self._tasks is not None:
             # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.
             self._tasks.wait_and_kill(TASKS_GRACE_S)
@@ -278,7 +279,7 @@ class _Coordination:
         signals.asked_by = None
 
     def _report_standby(self) -> None:
-        standby = self._server.standby
+        standby = self._server.mirror.ready
         if standby != self._standby:
             report(f"{standby} stands by for the coordinator" if standby else f"the standby {self._standby} is lost")
             self._standby = standby
@@ -303,7 +304,7 @@ class _Coordination:
         """
         report("another coordinator has taken over the job; this one only waits for the end of the job")
         self._entry.hands_over()
-        client, lease_s, heard_at = self._loop.follow(), self._coordinator.lease_s, time.monotonic()
+        client, lease_s, heard_at = self._loop.follow(), self._coordinator.membership.lease_s, time.monotonic()
         looked_at = heard_at
         while client.stop is None and time.monotonic() - heard_at < LEASES_ALONE * lease_s:
             client.step((), {})
@@ -329,7 +330,7 @@ class _Coordination:
         if self._loop.is_over or not self._loop.office.standby or not self._server.is_in_office:
             return
         self._coordinator.stop(f"stopped by {stopped_by(stopped)}", 128 + stopped.number)
-        self._loop.end(self._coordinator.lease_s / 2)
+        self._loop.end(self._coordinator.membership.lease_s / 2)
 
     def _look_after_tasks(self) -> None:
         """Start the tasks of a node again if they have ended.
@@ -367,10 +368,10 @@ class _Coordination:
 
     def _report_changes(self) -> None:
         coordinator = self._coordinator
-        for death in coordinator.deaths[self._reported :]:
+        for death in coordinator.losses.all[self._reported :]:
             subject = f"rank {death.rank}" if death.rank is not None else "a spare"
             report(f"{subject} (pid {death.pid}) {death.how}")
-        self._reported = len(coordinator.deaths)
+        self._reported = len(coordinator.losses.all)
         roster = coordinator.roster
         if self._loop.generation != self._generation:
             self._generation = self._loop.generation
@@ -389,14 +390,20 @@ class _Coordination:
 
     def _may_have_changed(self) -> bool:
         """Return True if ``ranks.json`` may need other entries; to compute them takes time linear in the ranks."""
-        population, now = self._coordinator.population, time.monotonic()
+        coordinator, now = self._coordinator, time.monotonic()
+        population = (
+            coordinator.roster.generation, len(coordinator.membership.alive), len(coordinator.membership.dead),
+            coordinator.respawns.starting(),
+        )  # fmt: skip
         if population == self._population and now - self._looked_at < ENTRIES_S:
             return False
         self._population, self._looked_at = population, now
         return True
 
     def _write_ranks(self, run_dir: Path) -> None:
-        if (processes := self._coordinator.process_entries()) != self._written:
+        coordinator = self._coordinator
+        processes = process_entries(coordinator.roster, coordinator.membership, coordinator.respawns)
+        if processes != self._written:
             self._written = processes
             with suppress(OSError):  # The record reports the same error.
                 make_folder(run_dir)

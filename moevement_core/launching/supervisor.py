@@ -72,7 +72,7 @@ class LocalLink:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self.lease_s = coordinator.lease_s
+        self.lease_s = coordinator.membership.lease_s
 
     @property
     def held_until(self) -> float:
@@ -90,7 +90,7 @@ class LocalLink:
     @property
     def leaves(self) -> Mapping[int, Leave]:
         """Members that are to give their rank back."""
-        return self._coordinator.leaves
+        return self._coordinator.drains.leaves
 
     def died(self, member: int, pid: int, how: str) -> int | None:
         """Report the end of a process to the coordinator; return the rank of the process, None for a spare."""

@@ -16,6 +16,7 @@ from moevement_core.launching.job_file import JobOutcome
 from moevement_core.launching.silence import HangDetector
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.process_list import process_entries
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.status_page import StatusPage
@@ -214,7 +215,7 @@ class ReplaceFailedRanks(Watch):
         self._coordinator.step()
         if self._drains is not None:
             self._drains.look()
-            self._drains.is_done(self._coordinator.drain(self._drains.standing))
+            self._drains.is_done(self._coordinator.drains.request(self._drains.standing))
         self._tell_roster()
         state = self._coordinator.state
         if state is State.STOPPED:
@@ -261,28 +262,28 @@ class ReplaceFailedRanks(Watch):
 
         New processes then idle at first, because their start would slow down the recovery.
         """
-        if self._coordinator.waits_for_respawn:
+        if self._coordinator.blocks.waits:
             return False
-        dead = {death.member for death in self._coordinator.deaths}
+        dead = {death.member for death in self._coordinator.losses.all}
         missing = sum(member in dead for member in self._coordinator.roster.ranks.values())
-        return len(self._coordinator.waiting()) >= missing
+        return len(self._coordinator.spares.waiting(self._coordinator.roster)) >= missing
 
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
-        death = next(death for death in self._coordinator.deaths if death.member == member)
+        death = next(death for death in self._coordinator.losses.all if death.member == member)
         subject = f"rank {death.rank}" if death.rank is not None else "a spare"
         self._progress.print_line(f"{subject} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
 
     def _tell_roster(self) -> None:
-        roster = self._coordinator.roster
+        coordinator, roster = self._coordinator, self._coordinator.roster
         # A proposed roster that a further death supersedes is never formed, so nobody is told of it.
-        if roster.generation != self._roster.generation and self._coordinator.state in (State.RUNNING, State.DONE):
+        if roster.generation != self._roster.generation and coordinator.state in (State.RUNNING, State.DONE):
             self._roster = roster
             if roster.generation > 0:
                 self._progress.print_line(_sentence(roster, self._supervisor.children))
             leader = self._supervisor.children[roster.ranks[0]]
             if leader.logs is not None:
                 self._progress.follow(leader.logs / f"{leader.label}.out")
-        processes = self._coordinator.process_entries()
+        processes = process_entries(roster, coordinator.membership, coordinator.respawns)
         if self._record is not None and processes != self._written and self._roster.generation >= 0:
             self._written = processes
             self._record.write_ranks(processes)

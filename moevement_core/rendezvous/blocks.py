@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from moevement_core.rendezvous.roster import BLOCKS, Roster
 from moevement_core.rendezvous.takeover import split_blocks
@@ -28,6 +28,11 @@ class Blocks:
         """Number of ranks in a block."""
         self.reported: set[int] = set()
         """Numbers of the blocks that are split, and of which the user knows."""
+        self.waits = False
+        """True while the job waits for a process to start on a failed rank's node, although there are enough spares.
+
+        With a spare on another node, a block would span nodes.
+        """
         self._values, self._report = values, report
 
     def learn(self, nodes: Mapping[int, str]) -> None:
@@ -44,6 +49,30 @@ class Blocks:
             sizes = sorted(map(int, text.split(",")))
             fitting = [size for size in sizes if len(split_blocks(nodes, size)) * size < len(nodes)]
             self.size = max(fitting, default=sizes[0])
+
+    def wait_for_starts(
+        self,
+        missing: Sequence[int],
+        nodes: Mapping[int, str],
+        before: Mapping[int, str],
+        is_starting: Callable[[str], bool],
+    ) -> None:
+        """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
+
+        The job waits if a block that was on one node would otherwise be on several nodes.
+
+        Args:
+            missing: the failed ranks.
+            nodes: node that each rank gets if the job does not wait.
+            before: node of each rank when the job was last formed.
+            is_starting: returns True for a node on which a process that may get a rank is expected to start.
+        """
+        new = split_blocks(nodes, self.size) - split_blocks(before, self.size)
+        expected = {node for rank in missing if rank // self.size in new and is_starting(node := before[rank])}
+        if expected and not self.waits:
+            where = ", ".join(sorted(expected))
+            self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")
+        self.waits = bool(expected)
 
     def newly_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
         """Return the first and the last rank of each split block of which the user does not know yet.

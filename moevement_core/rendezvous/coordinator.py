@@ -11,7 +11,6 @@ then do the members enter training.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +19,14 @@ from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.blocks import Blocks
-from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
-from moevement_core.rendezvous.drains import BEATS_TO_HEAR, CommitPace, Departure, Drains, Leave
+from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity
+from moevement_core.rendezvous.drains import Departure, Drains
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.generation_keys import GenerationKeys
 from moevement_core.rendezvous.lease_client import BEATS
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
-from moevement_core.rendezvous.notices import NodeNotices
+from moevement_core.rendezvous.publication import publish, published
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
@@ -39,25 +38,18 @@ from moevement_core.rendezvous.roster import (
     GIVEN_UP,
     INTERRUPTED,
     JOB_NAME,
-    MEMBERS_IN_SHARD,
-    ROSTER,
-    SHARD,
-    SHARDS,
     START,
     STOP,
     UNUSABLE_DEVICE,
-    Death,
-    MemberInfo,
     NoticedBy,
     Roster,
-    RosterShard,
     UnusableDevice,
     digest_of,
 )
+from moevement_core.rendezvous.spares import SparePool
 from moevement_core.rendezvous.standing import STANDING, Standing
-from moevement_core.rendezvous.takeover import split_blocks, take_over
+from moevement_core.rendezvous.takeover import take_over
 from moevement_core.rendezvous.values import Values, number_of
-from moevement_core.run.drain_requests import DrainRequest
 
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
@@ -116,11 +108,10 @@ class Coordinator:
         self.losses = Losses()
         self.given_up: set[int] = set()
         """Members that count as dead although no supervisor saw them end; their supervisors kill them."""
-        self.waits_for_respawn = False
-        """True while the job waits for a process to start on a failed rank's node, although there are enough spares.
-
-        With a spare on another node, ranks that communicate in every layer would span nodes.
-        """
+        self.respawns = Respawns(clock, respawn_wait_s)
+        self.blocks = Blocks(values, report)
+        self.drains = Drains(report)
+        self.spares = SparePool(self.membership, self.drains, report)
         self._values, self._ranks, self._spare_timeout_s, self._report = values, ranks, spare_timeout_s, report
         self._clock = clock
         self._entered = Entered(values)
@@ -128,11 +119,9 @@ class Coordinator:
         """Members that have acknowledged the proposed roster."""
         self._attempts = Attempts()
         self._is_reported = False
-        self._interrupted_at = self._proposed_at = 0.0
+        self._proposed_at = 0.0
         self._first_committed_at: float | None = None
         """Time at which this process heard of the job's first commit, in seconds since the epoch; None before that."""
-        self._leave_by: dict[int, float] = {}
-        """Value of the clock in seconds by which each member must have left the interrupted generation."""
         self._form_at: float | None = None
         """Value of the clock in seconds at which the job may be formed again; None until the backoff is decided."""
         self._short_since: float | None = None
@@ -143,23 +132,6 @@ class Coordinator:
         """True if the user or the batch system asked the job to save and end after the current iteration."""
         self._judged = -1
         """Newest generation for which the coordinator has acted on reports that ranks computed NaN or infinity."""
-        self._suspect_nodes: set[str] = set()
-        """Nodes of processes that computed NaN or wrong results; spares on these nodes take over ranks last."""
-        self._broken: set[str] = set()
-        """Identities of devices that no process can use."""
-        self._respawns = Respawns(clock, respawn_wait_s)
-        self._blocks = Blocks(values, report)
-        self.drains = Drains(report)
-        self._pace = CommitPace()
-        self._left_nodes: set[str] = set()
-        """Nodes that ranks have left because they were drained; they get ranks last when the job is formed next."""
-        self._left_devices: set[str] = set()
-        """Devices that ranks have left because they were drained; nobody gets them when the job is formed next."""
-        self._has_no_other = False
-        """True if processes of drained nodes may take ranks, because no other spare came in time."""
-        self._asked: dict[str, DrainRequest] = {}
-        """Requests of the user to drain nodes and ranks, as :meth:`drain` gets them."""
-        self._notices = NodeNotices()
         self._generation_keys = GenerationKeys(values, groups)
         self._kept: tuple[Any, ...] = ()
         """Values that :meth:`keep` has compared last."""
@@ -175,26 +147,26 @@ class Coordinator:
         Every member gets a whole lease time, in which its supervisor has to find this coordinator.
         """
         self.losses.new, self.losses.unrecovered = [*before.new_deaths], [*before.unrecovered]
-        self.losses.count(before.uncounted)
+        self.losses.uncounted = [*before.uncounted]
         self.membership.dead |= set(before.dead)
         self.given_up = set(before.given_up)
         self._attempts.counts = before.counts
-        self._judged, self._blocks.size, self._blocks.reported = before.judged, before.block, set(before.split)
-        self._suspect_nodes, self._broken = set(before.suspect_nodes), set(before.broken)
-        self._first_committed_at, self.is_winding_down = before.first_committed_at, before.is_winding_down
+        self._judged, self.blocks.size, self.blocks.reported = before.judged, before.block, set(before.split)
+        self.spares.suspect_nodes, self.spares.broken = set(before.suspect_nodes), set(before.broken)
+        self._first_committed_at = before.first_committed_at
+        if before.is_winding_down:
+            self.wind_down()
         self.membership.welcome()
-        if (head := self._values.read(ROSTER)) is None:
+        if (roster := published(self._values)) is None:
             return
-        generation, _, text = head.partition(" ")
-        numbers = (self._values.read(SHARDS) or "").partition(" ")[2]
-        shards = [(self._values.read(SHARD.format(number)) or "").partition(" ")[2] for number in numbers.split(",")]
-        self.roster = Roster.decode(text).joined(map(RosterShard.decode, shards))
+        self.roster = roster
         self._entered.begin(before.entered, before.entered_members)
-        self._interrupted_at = self._proposed_at = self._clock()
+        self._proposed_at = self._clock()
+        self._entered.interrupted(self._clock())
         self.state = self._state_of_values()
         if self.state is State.RUNNING and not self._attempts.has_progressed:
             # Its ranks may still be making process groups, through a store that was lost with the other coordinator.
-            self._interrupt(int(generation), 0)
+            self._interrupt(0)
             self._interrupted()
 
     def _state_of_values(self) -> State:
@@ -220,37 +192,13 @@ class Coordinator:
         standing = Standing(
             dead=tuple(sorted(self.membership.dead)), given_up=tuple(sorted(self.given_up)),
             new_deaths=tuple(self.losses.new), unrecovered=tuple(self.losses.unrecovered),
-            uncounted=self.losses.not_counted, counts=self._attempts.counts, entered=self._entered.generation,
+            uncounted=tuple(self.losses.uncounted), counts=self._attempts.counts, entered=self._entered.generation,
             entered_members=tuple(sorted(self._entered.members)), judged=self._judged,
-            suspect_nodes=tuple(sorted(self._suspect_nodes)), broken=tuple(sorted(self._broken)),
-            block=self._blocks.size, split=tuple(sorted(self._blocks.reported)),
+            suspect_nodes=tuple(sorted(self.spares.suspect_nodes)), broken=tuple(sorted(self.spares.broken)),
+            block=self.blocks.size, split=tuple(sorted(self.blocks.reported)),
             first_committed_at=self._first_committed_at, is_winding_down=self.is_winding_down,
         )  # fmt: skip
         self._values.set(STANDING, standing.encode())
-
-    @property
-    def members(self) -> Mapping[int, MemberInfo]:
-        """Members that have joined and live."""
-        return self.membership.alive
-
-    @property
-    def leaves(self) -> Mapping[int, Leave]:
-        """Members that are to give their rank back."""
-        return self.drains.leaves
-
-    @property
-    def lease_s(self) -> float:
-        """Lease time in seconds: a member that is silent for so long counts as dead."""
-        return self.membership.lease_s
-
-    @lease_s.setter
-    def lease_s(self, lease_s: float) -> None:
-        self.membership.lease_s = lease_s
-
-    @property
-    def deaths(self) -> Sequence[Death]:
-        """Every death of the job, including those of spares, in the order in which they were noticed."""
-        return self.losses.all
 
     # Leases and deaths
 
@@ -265,11 +213,7 @@ class Coordinator:
             if committed is not None:
                 self._first_committed_at = self._first_committed_at or time.time()
                 self._attempts.committed(committed)
-                self._pace.committed(committed, self._clock())
-
-    def disconnected(self, members: Iterable[int]) -> None:
-        """Note that the connection of the supervisor of ``members`` broke."""
-        self.membership.disconnected(members)
+                self.drains.pace.committed(committed, self._clock())
 
     def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> int | None:
         """Record the death of a member, and interrupt its generation if it had a rank.
@@ -285,20 +229,23 @@ class Coordinator:
         """
         if member in self.membership.dead:
             return None  # The member was given up before its process ended.
-        node = self.members[member].node if member in self.members else ""
+        info = self.membership.alive.get(member)
+        node = info.node if info is not None else ""
         is_stopped = noticed_by is NoticedBy.LEASE and self.membership.hears(node, but=member)
         if noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.TIMEOUT) or is_stopped:
-            self._respawns.begins(node)
+            self.respawns.begins(node)
         elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
-            self._respawns.are_lost(node)
+            self.respawns.are_lost(node)
         if (notice := self._values.reports(UNUSABLE_DEVICE).get(member)) is not None:
-            how, noticed_by = self._take_back(node, UnusableDevice.decode(notice)), NoticedBy.DEVICE
-        elif (text := self._values.reports(DRAINED).get(member)) is not None:
+            unusable = UnusableDevice.decode(notice)
+            how, noticed_by = self.spares.returned(node, unusable), NoticedBy.DEVICE
+            (self.respawns.are_lost if unusable.is_broken and unusable.device else self.respawns.begins)(node)
+        elif info is not None and (text := self._values.reports(DRAINED).get(member)) is not None:
             if noticed_by is not NoticedBy.SUPERVISOR:
-                self._respawns.begins(node)
-            reason = self.drains.reason_of(self.members[member]) if member in self.members else ""
+                self.respawns.begins(node)
+            reason = self.drains.reason_of(info)
             how, noticed_by = f"was drained{f' ({reason})' if reason else ''}; {text}", NoticedBy.DRAIN
-            self._has_left(member, node)
+            self.spares.drained(member, self.roster)
         self.drains.left(member)
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
@@ -306,17 +253,10 @@ class Coordinator:
             self.given_up.add(member)
             self._values.set(GIVEN_UP.format(member), how)
         if rank is not None and self.state not in (State.STOPPED, State.DONE):
-            self._interrupt(self.roster.generation, rank)
+            self._interrupt(rank)
             self._interrupted()
             self._form_at = self._short_since = None  # A replacement only starts now, so waiting begins anew.
         return rank
-
-    def _has_left(self, member: int, node: str) -> None:
-        """Note the node and the device that a drained rank has left."""
-        self._left_nodes.add(node)
-        rank, info = self.roster.rank_of(member), self.members.get(member)
-        if rank is not None and info is not None and rank in self.roster.devices:
-            self._left_devices.add(identity(info, self.roster.devices[rank]))
 
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if flags and script have proved correct, so that an error of ``member`` need not end the job.
@@ -333,20 +273,7 @@ class Coordinator:
         If all ranks fail before that boundary, the coordinator stops the job. If it formed the job again, the new ranks
         would only execute one iteration and then end.
         """
-        self.is_winding_down = True
-
-    def drain(self, asked: Mapping[str, DrainRequest]) -> set[str]:
-        """Take in the requests to drain nodes and ranks that stand now.
-
-        Args:
-            asked: requests by their target; see :meth:`Drains.ask`.
-
-        Returns:
-            Targets whose request is carried out, or cannot be. The caller removes these requests.
-        """
-        self._asked = dict(asked)
-        done, self.drains.done = self.drains.done, set()
-        return done
+        self.is_winding_down = self.drains.is_over = True
 
     def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
         """Note why the node of a supervisor is not healthy. It is drained until all its supervisors call it healthy.
@@ -357,8 +284,8 @@ class Coordinator:
             reason: reason of the supervisor's health check, or notice of the scheduler; empty if there is none.
             is_leaving: True if the scheduler takes the node away.
         """
-        node = next((self.members[member].node for member in members if member in self.members), None)
-        self._notices.take(supervisor, node, reason, self._clock() if is_leaving else None)
+        node = next((info.node for member in members if (info := self.membership.alive.get(member))), None)
+        self.drains.notices.take(supervisor, node, reason, self._clock() if is_leaving else None)
 
     def end_for_notices(self) -> str | None:
         """Return the reason to end the job at the next boundary because nodes leave; None to go on.
@@ -367,7 +294,7 @@ class Coordinator:
         """
         if self.state not in (State.RUNNING, State.FORMING) or self.is_winding_down:
             return None
-        ranks = self._notices.ranks_leaving(self._clock(), self.roster.nodes)
+        ranks = self.drains.notices.ranks_leaving(self._clock(), self.roster.nodes)
         if not ranks or self._may_leave(ranks):
             return None
         return f"the scheduler takes away the nodes of {ranks} ranks, and there are too few spares on other nodes"
@@ -396,18 +323,18 @@ class Coordinator:
     def _look_and_act(self) -> None:
         self._values.has_news = False
         for info in self.membership.welcome():
-            self._respawns.has_joined(info.node)
+            self.respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
         # The device may keep a process from ending, so the coordinator does not wait for the end of the process.
         for member in self._values.new_reports(UNUSABLE_DEVICE):
-            if member in self.members:
+            if member in self.membership.alive:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
         self._see_departures()
         if self.state in (State.STOPPED, State.DONE):
             return
         if self.roster.generation >= 0:
-            self.drains.ask(self._notices.requests | self._asked, self.roster, self.members)
+            self.drains.update(self.roster, self.membership.alive)
         if self._all_finished():
             self.state = State.DONE
             self._values.set(STOP, "")
@@ -415,109 +342,38 @@ class Coordinator:
             self._interrupted()
         elif self.state is State.RUNNING:
             self._generation_keys.delete_some()
-            if self.drains.wants:
-                pace = self._pace.per_s(self._clock())
-                committed = self._attempts.counts.here if pace and not self.is_winding_down else -1
-                on_the_way = math.ceil(pace * BEATS_TO_HEAR * self.lease_s / BEATS)
-                self.drains.look(self.roster, self.members, committed, on_the_way, self._may_leave)
+            self.drains.look(
+                self.roster, self.membership.alive, self._attempts.counts.here, now=self._clock(),
+                beat_s=self.membership.lease_s / BEATS, is_enough=self._may_leave,
+            )  # fmt: skip
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
             self._form()
 
-    def waiting(self) -> list[int]:
-        """Return the members without a rank that could take one, in the order in which they joined.
-
-        Members come last if their node may be lost, or if a process on their node has computed wrong results. The
-        list omits members on drained nodes, unless the job is to end at the next boundary. Once the job was formed, it
-        also omits members for which no free device is left.
-        """
-        may_use_all = self._has_no_other or self.is_winding_down
-        free = [info for info in self._without_rank() if may_use_all or info.node not in self.drains.nodes]
-        waiting = sorted(free, key=lambda info: info.node in self._suspect_nodes)
-        if self.roster.generation >= 0 and (self._broken or any(info.devices for info in waiting)):
-            waiting = with_free_device(waiting, self._devices_in_use())
-        return [info.member for info in waiting]
-
-    def _without_rank(self) -> list[MemberInfo]:
-        return [self.members[member] for member in self.membership.waiting(set(self.roster.ranks.values()))]
-
-    def _devices_in_use(self) -> set[str]:
-        ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
-        in_use = {identity(info, number) for info, number in ranks if info is not None}
-        return in_use | self._broken | self._left_devices
-
     def _may_leave(self, ranks: int) -> bool:
         """Return True if the job goes on if ``ranks`` ranks leave now."""
-        free, world = len(self.waiting()), len(self.roster.ranks)
+        free, world = len(self.spares.waiting(self.roster)), len(self.roster.ranks)
         if (grid := self._elastic()) is not None:
             return grid.units(min(world - ranks + free, self._ranks)) > 0
         return free >= ranks
 
-    @property
-    def population(self) -> tuple[Any, ...]:
-        """Values that change when processes join, end, start, or get other ranks; cheap to compare."""
-        starting = tuple(sorted(self._respawns.starting().items()))
-        return self.roster.generation, len(self.members), len(self.membership.dead), starting
-
-    def process_entries(self) -> list[dict[str, Any]]:
-        """Return the entries of ``ranks.json``: ranks in ascending order, then spares, then starting processes."""
-        ranks: list[tuple[int | None, int]] = [
-            *sorted(self.roster.ranks.items()),
-            *((None, info.member) for info in self._without_rank()),
-        ]
-        known = [(rank, self.members[member]) for rank, member in ranks if member in self.members]
-        starting = [
-            {"rank": None, "pid": None, "host": node, "node": node, "role": "starting"}
-            for node, count in self._respawns.starting().items()
-            for _ in range(count)
-        ]
-        joined = [
-            {
-                "rank": rank, "pid": info.pid, "host": info.host, "node": info.node,
-                "role": "spare" if rank is None else "active",
-            }
-            for rank, info in known
-        ]  # fmt: skip
-        return joined + starting
-
     def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
-        info = self.members.get(member)
+        info = self.membership.alive.get(member)
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
-
-    def _take_back(self, node: str, unusable: UnusableDevice) -> str:
-        """Note that a member has given its rank back, because it cannot use its device.
-
-        If the device is broken, the coordinator assigns it to no other process.
-
-        Returns:
-            The description of the member's end, for log lines.
-        """
-        what = "has computed wrong results" if unusable.has_computed_wrong else "cannot be used"
-        how = f"gave its rank back because its device {what} ({unusable.reason})"
-        if unusable.has_computed_wrong:
-            self._suspect_nodes.add(node)
-        if unusable.is_broken and unusable.device:
-            self._broken.add(unusable.device)
-            self._respawns.are_lost(node)
-            self._report(f"device {unusable.device} of {node} is broken and is not used any more: {unusable.reason}")
-        else:
-            self._respawns.begins(node)
-        return how
 
     def _interrupted(self) -> None:
         if self.state in (State.RUNNING, State.PROPOSED):
             if self.state is State.PROPOSED:
                 self._values.set(START, f"{self.roster.generation} superseded")
             else:
-                self._interrupted_at = self._clock()
-                self._leave_by.clear()
+                self._entered.interrupted(self._clock())
             self.state, self._short_since, self._form_at = State.FORMING, None, None
-            self.waits_for_respawn = False
+            self.blocks.waits = False
 
-    def _interrupt(self, generation: int, rank: int) -> None:
-        """Interrupt the ranks of a generation; ``rank`` is the failed rank."""
-        self._values.raise_to(INTERRUPTED, f"{generation} {rank}:TERMINATED")
+    def _interrupt(self, rank: int) -> None:
+        """Interrupt the ranks of the newest generation; ``rank`` is the failed rank."""
+        self._values.raise_to(INTERRUPTED, f"{self.roster.generation} {rank}:TERMINATED")
 
     def _leaving(self) -> bool:
         """Read the reports of the survivors that left the generation, and return True if any survivor has left.
@@ -529,7 +385,7 @@ class Coordinator:
             if left["had_recovered"]:
                 self.losses.recovered()
         if self._entered.left and self.state is State.RUNNING:
-            self._interrupt(self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0)
+            self._interrupt(self.roster.rank_of(min(self._entered.left)) or 0)
         return bool(self._entered.left)
 
     def _all_finished(self) -> bool:
@@ -540,12 +396,12 @@ class Coordinator:
         """Read the reports of members that were asked to leave, and lose those that have given their rank back."""
         now = self._clock()
         for member, departure in self._values.new_reports(DEPARTING.format(self.roster.generation)).items():
-            if member in self.members:
+            if member in self.membership.alive:
                 self.drains.departs(member, Departure(departure), now)
         for member in self._values.new_reports(DRAINED):
-            if member in self.members:
+            if member in self.membership.alive:
                 self.drains.gives_back(member, now)
-        for member in self.drains.gone(now, self.lease_s, waits=self.state is State.RUNNING):
+        for member in self.drains.gone(now, self.membership.lease_s, waits=self.state is State.RUNNING):
             self._lose(member, "was drained", NoticedBy.DRAIN)
 
     # Forming the job
@@ -572,7 +428,9 @@ class Coordinator:
             self._resize(grid, survivors)
             return
         missing = [rank for rank in range(self._ranks) if rank not in survivors]
-        spares = sorted(self.waiting()) if self.roster.generation < 0 else self.waiting()
+        spares = (
+            sorted(self.spares.waiting(self.roster)) if self.roster.generation < 0 else self.spares.waiting(self.roster)
+        )
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))
             return
@@ -580,40 +438,22 @@ class Coordinator:
             ranks = dict(zip(missing, spares, strict=False))
         else:
             ranks = {**survivors, **self._take_over(missing, survivors, spares)}
-            self._wait_for_respawn(missing, ranks)
-        if not self.waits_for_respawn:
+            nodes = {rank: self.membership.alive[member].node for rank, member in ranks.items()}
+            avoided = self.spares.avoided_nodes | self.drains.nodes.keys()
+            self.blocks.wait_for_starts(
+                missing, nodes, self.roster.nodes,
+                is_starting=lambda node: node not in avoided and self.respawns.is_expected(node),
+            )  # fmt: skip
+        if not self.blocks.waits:
             self._propose(ranks, len(spares) - len(missing))
 
-    # Ranks that communicate in every layer stay on one node
-
     def _take_over(self, missing: Sequence[int], survivors: Mapping[int, int], spares: Sequence[int]) -> dict[int, int]:
-        kept = {rank: self.members[member].node for rank, member in survivors.items()}
-        waiting = [self.members[member] for member in spares]
-        avoided = self._suspect_nodes | self.membership.silent_nodes() | self._left_nodes
+        alive = self.membership.alive
+        kept = {rank: alive[member].node for rank, member in survivors.items()}
         return take_over(
-            missing, kept, before=self.roster.nodes, waiting=waiting, block=self._blocks.size, avoided=avoided
-        )
-
-    def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
-        """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
-
-        The job waits if a group of ranks that communicate in every layer, and were on one node, would otherwise be on
-        several nodes.
-
-        Args:
-            missing: the failed ranks.
-            ranks: member that each rank gets if the job does not wait.
-        """
-        block, before = self._blocks.size, self.roster.nodes
-        nodes = {rank: self.members[member].node for rank, member in ranks.items()}
-        new = split_blocks(nodes, block) - split_blocks(before, block)
-        expected = {before[rank] for rank in missing if rank // block in new}
-        expected -= self._suspect_nodes | self._left_nodes | self.drains.nodes.keys()
-        expected = {node for node in expected if self._respawns.is_expected(node)}
-        if expected and not self.waits_for_respawn:
-            where = ", ".join(sorted(expected))
-            self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")
-        self.waits_for_respawn = bool(expected)
+            missing, kept, before=self.roster.nodes, waiting=[alive[member] for member in spares],
+            block=self.blocks.size, avoided=self.spares.avoided_nodes | self.membership.silent_nodes(),
+        )  # fmt: skip
 
     # Elastic jobs
 
@@ -632,11 +472,11 @@ class Coordinator:
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
             return False
         world = len(self.roster.ranks)
-        larger = grid.world(grid.units(min(world + len(self.waiting()), self._ranks)))
+        larger = grid.world(grid.units(min(world + len(self.spares.waiting(self.roster)), self._ranks)))
         if larger <= world:
             return False
         self._report(f"{_processes(larger - world)} joined; the job continues with {larger} ranks instead of {world}")
-        self._interrupt(self.roster.generation, 0)
+        self._interrupt(0)
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
@@ -644,7 +484,7 @@ class Coordinator:
 
         If they do not suffice even for the smallest allowed job, wait for spares.
         """
-        waiting = self.waiting()
+        waiting = self.spares.waiting(self.roster)
         units = grid.units(min(len(survivors) + len(waiting), self._ranks))
         if not units:
             self._wait_for_spares(grid.world(grid.sizes[0]) - len(survivors) - len(waiting))
@@ -663,16 +503,20 @@ class Coordinator:
         spares take their ranks. If there are not enough spares for this, the method stops the job.
         """
         absent = [
-            member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
+            member
+            for member in range(self._ranks)
+            if member not in self.membership.alive and member not in self.membership.dead
         ]
         if not absent:
             return False
-        if not self.members or self._clock() - self.membership.joined_at < self._spare_timeout_s:
+        if not self.membership.alive or self._clock() - self.membership.joined_at < self._spare_timeout_s:
             return True
         missing = ", ".join(map(str, absent[:5])) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
         since = f"members {missing} did not join within {self._spare_timeout_s:g} s after the newest member"
-        if len(self.members) < self._ranks:
-            self.stop(f"{since}; the number of members is {len(self.members)}, but the job has {self._ranks} ranks")
+        if len(self.membership.alive) < self._ranks:
+            self.stop(
+                f"{since}; the number of members is {len(self.membership.alive)}, but the job has {self._ranks} ranks"
+            )
             return True
         if not self._is_reported:
             self._report(f"{since}; the job begins, and spares take the ranks of the absent members")
@@ -682,24 +526,13 @@ class Coordinator:
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
         """Return True if every survivor that had entered training has left its generation.
 
-        Leaving has phases, such as the abort of communicators. A survivor that takes long reports each phase that it
-        reaches, and its timeout then begins anew. If the timeout of a survivor runs out, the survivor counts as dead.
+        If the timeout of a survivor runs out, the survivor counts as dead.
         """
-        if self._entered.generation < 0:
-            return True
         self._leaving()
-        generation, now, leave_s = self._entered, self._clock(), self.membership.leave_s
-        entered = [
-            member for member in survivors.values() if member in generation.members and member not in generation.left
-        ]
-        for member in entered:
-            if now <= self._leave_by.setdefault(member, self._interrupted_at + leave_s):
-                continue
-            if generation.has_new_phase(member):
-                self._leave_by[member] = now + leave_s
-            else:
-                self._lose(member, f"did not stop within {leave_s:g} s of an interruption", NoticedBy.TIMEOUT)
-        return not entered
+        inside, leave_s = self._entered.inside(survivors.values()), self.membership.leave_s
+        for member in self._entered.late(inside, self._clock(), leave_s):
+            self._lose(member, f"did not stop within {leave_s:g} s of an interruption", NoticedBy.TIMEOUT)
+        return not inside
 
     def _replace_suspect(self) -> bool:
         """Replace a process that computed NaN or infinity, or stop the job.
@@ -725,10 +558,10 @@ class Coordinator:
             )
             return True
         member = self.roster.ranks[rank]
-        if member not in self.members:
+        if member not in self.membership.alive:
             return False  # The member has died in the meantime.
-        info = self.members[member]
-        self._suspect_nodes.add(info.node)
+        info = self.membership.alive[member]
+        self.spares.suspect_nodes.add(info.node)
         self.died(member, info.pid, f"computed results that are not finite ({reason})", NoticedBy.RESULT)
         return True
 
@@ -740,7 +573,9 @@ class Coordinator:
         entered = self._entered
         if entered.generation < 0:
             return 0.0
-        if reason := self._attempts.failed(entered.generation, self.losses.uncounted(), entered.reasons):
+        reason = self._attempts.failed(entered.generation, self.losses.uncounted, entered.reasons)
+        self.losses.uncounted = []
+        if reason:
             self.stop(reason)
             return 0.0
         if back_off_s := self._attempts.back_off_s:
@@ -753,17 +588,16 @@ class Coordinator:
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
         self.drains.formed()
-        self._pace = CommitPace()
-        self._left_nodes, self._left_devices, self._has_no_other = set(), set(), False
-        members = {rank: self.members[member] for rank, member in ranks.items()}
+        self.spares.formed()
+        members = {rank: self.membership.alive[member] for rank, member in ranks.items()}
         # A survivor keeps its device even if its rank has changed.
         device_of = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
         kept = {rank: device_of[member] for rank, member in ranks.items() if member in device_of}
         nodes = {rank: info.node for rank, info in members.items()}
-        devices = assign_devices(members, kept, self._broken)
+        devices = assign_devices(members, kept, self.spares.broken)
         if self.roster.generation < 0:
-            self._blocks.learn(nodes)
-        now, split = time.time(), self._blocks.newly_split(nodes)
+            self.blocks.learn(nodes)
+        now, split = time.time(), self.blocks.newly_split(nodes)
         identities = {rank: identity(info, devices[rank]) for rank, info in members.items()}
         self.roster = Roster(
             generation=self.roster.generation + 1,
@@ -778,19 +612,13 @@ class Coordinator:
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
-            starting=sum(self._respawns.starting().values()),
+            starting=sum(self.respawns.starting().values()),
             nodes=nodes,
             split=split,
             split_nodes=tuple(tuple(sorted({nodes[rank] for rank in range(a, b + 1)})) for a, b in split),
             devices=devices,
         )
-        generation = self.roster.generation
-        head, shards = self.roster.divided()
-        self._values.set(SHARDS, f"{generation} {','.join(map(str, sorted(shards)))}")
-        for number in {member // MEMBERS_IN_SHARD for member in self.members}:  # Some have no rank.
-            shard = shards.get(number, RosterShard({}, {}, {}))
-            self._values.set(SHARD.format(number), f"{generation} {shard.encode()}")
-        self._values.set(ROSTER, f"{generation} {head.encode()}")
+        publish(self._values, self.roster, self.membership.alive)
         self._proposed_at, self._acknowledged = self._clock(), set()
         self.state = State.PROPOSED
 
@@ -801,7 +629,7 @@ class Coordinator:
         if members <= self._acknowledged:
             self._entered.begin(generation, members)
             self.losses.entered()
-            self._blocks.report_split(self.roster)
+            self.blocks.report_split(self.roster)
             self._values.set(START, f"{generation} go")
             self.state = State.RUNNING
             self._generation_keys.trains(generation)
@@ -812,24 +640,25 @@ class Coordinator:
     @property
     def _acknowledge_s(self) -> float:
         """Longest time in seconds for a process to check its device and acknowledge the roster that gives it a rank."""
-        has_devices = any(self.members[member].devices for member in self.roster.ranks.values())
-        return LEASES_TO_LEAVE * self.lease_s + (CHECK_S if has_devices else 0.0)
+        has_devices = any(self.membership.alive[member].devices for member in self.roster.ranks.values())
+        return LEASES_TO_LEAVE * self.membership.lease_s + (CHECK_S if has_devices else 0.0)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
             return  # The first members are still starting, and supervisors notice if a start fails.
         if self._short_since is None:
             self._short_since = self._clock()
-            idle = len(self._without_rank()) - len(self.waiting())
-            drained = sum(info.node in self.drains.nodes for info in self._without_rank())
+            without_rank = self.membership.waiting(set(self.roster.ranks.values()))
+            idle = len(without_rank) - len(self.spares.waiting(self.roster))
+            drained = sum(info.node in self.drains.nodes for info in without_rank)
             why = f"{_processes(idle)} no working device" if idle > drained else "no spare is left"
             why += f" outside of drained nodes ({', '.join(sorted(self.drains.nodes))})" if drained else ""
             self._report(
                 f"{why}; waiting up to {self._spare_timeout_s:g} s for processes to start (number needed: {missing})"
             )
         elif self._clock() - self._short_since > self._spare_timeout_s:
-            if self.drains.nodes and not self._has_no_other:
-                self._has_no_other, self._short_since = True, None
+            if self.drains.nodes and not self.drains.has_no_other:
+                self.drains.has_no_other, self._short_since = True, None
                 self._report("no spare came, so processes on drained nodes may take ranks")
                 return
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")

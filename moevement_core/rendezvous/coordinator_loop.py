@@ -84,7 +84,7 @@ class CoordinatorLoop:
     @property
     def is_settled(self) -> bool:
         """True if the coordinator has ended the job, and no other one can continue it."""
-        return self.is_over and self.server.may_tell_end
+        return self.is_over and self.server.mirror.may_tell_end
 
     def turn(self, timeout_s: float) -> Turn:
         """Hear supervisors, and decide for the job if this coordinator is in office.
@@ -95,7 +95,7 @@ class CoordinatorLoop:
         coordinator = self._coordinator
         self.server.wants_standby = self._may_have_standby and coordinator.has_trained()
         self.server.poll(timeout_s, self._answer())
-        now, lease_s = time.monotonic(), coordinator.lease_s
+        now, lease_s = time.monotonic(), coordinator.membership.lease_s
         if now - self._turned_at > lease_s / 4:
             self._in_office_at = now  # This process was suspended.
         self._turned_at = now
@@ -124,9 +124,9 @@ class CoordinatorLoop:
         while self.server.untold and time.monotonic() < deadline:
             self.server.poll(POLL_S, self._answer())
         if not self.server.untold:
-            self.server.dismiss_standby()
-            deadline = time.monotonic() + self._coordinator.lease_s
-            while self.server.has_standby and time.monotonic() < deadline:  # A close could overtake the message.
+            self.server.mirror.dismiss()
+            deadline = time.monotonic() + self._coordinator.membership.lease_s
+            while self.server.mirror.has_caller and time.monotonic() < deadline:  # A close could overtake the message.
                 self.server.poll(POLL_S, self._answer())
         self.server.close()
 
@@ -139,7 +139,7 @@ class CoordinatorLoop:
         return client
 
     def _client_of(self, address: str) -> LeaseClient:
-        return LeaseClient("", address_of(address), self._coordinator.lease_s, self._token)
+        return LeaseClient("", address_of(address), self._coordinator.membership.lease_s, self._token)
 
     def _ask_standby(self) -> None:
         """Ask the standby, which does not answer as such any more, whether it takes over, and resign if it does."""

@@ -13,10 +13,12 @@ the coordinator interrupt the job, so that it forms once for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moevement_core.rendezvous.notices import NodeNotices
 from moevement_core.rendezvous.roster import MemberInfo, Roster
 from moevement_core.run.drain_requests import DrainRequest
 
@@ -90,9 +92,17 @@ class Drains:
         """Nodes to drain, each with the reason. No process on such a node gets a rank."""
         self.leaves: dict[int, Leave] = {}
         """Members that have to leave now."""
-        self.done: set[str] = set()
-        """Targets of requests that are carried out, or cannot be; the caller forgets these requests."""
+        self.notices = NodeNotices()
+        self.pace = CommitPace()
+        self.is_over = False
+        """True once the job is to end at the next boundary: nobody moves, and processes of all nodes may take ranks."""
+        self.has_no_other = False
+        """True if processes of drained nodes may take ranks, because no other spare came in time."""
         self._report = report
+        self._requests: dict[str, DrainRequest] = {}
+        """Requests of the user, as :meth:`request` gets them."""
+        self._done: set[str] = set()
+        """Targets of requests that are carried out, or cannot be."""
         self._members: dict[int, tuple[str, str]] = {}
         """Members that have to leave a rank that was named: the target of the request, and its reason."""
         self._asked: dict[str, DrainRequest] = {}
@@ -105,19 +115,32 @@ class Drains:
         """Members that have given their rank back and wait for the others, each with the time since which they do."""
 
     @property
-    def wants(self) -> bool:
-        """True if some rank or node is drained."""
-        return bool(self.nodes or self._members)
+    def barred_nodes(self) -> set[str]:
+        """Nodes whose processes get no rank."""
+        return set() if self.is_over or self.has_no_other else set(self.nodes)
 
-    def ask(self, asked: Mapping[str, DrainRequest], roster: Roster, members: Mapping[int, MemberInfo]) -> None:
-        """Take in the requests that stand now.
+    def request(self, asked: Mapping[str, DrainRequest]) -> set[str]:
+        """Take in the requests of the user that stand now.
 
         Args:
             asked: requests by target: the name of a node, or the number of a rank, with or without :data:`RANK`. A
                 target that is missing here is no longer drained.
+
+        Returns:
+            Targets whose request is carried out, or cannot be. The caller removes these requests.
+        """
+        self._requests = dict(asked)
+        done, self._done = self._done, set()
+        return done
+
+    def update(self, roster: Roster, members: Mapping[int, MemberInfo]) -> None:
+        """Begin or end to drain what requests of the user and notices of supervisors name now.
+
+        Args:
             roster: newest roster.
             members: members that live.
         """
+        asked = self.notices.requests | self._requests
         for target, request in asked.items():
             if target in self.nodes:
                 self.nodes[target] = request.reason
@@ -125,7 +148,7 @@ class Drains:
                 self._begin(target, request, roster, members)
         for target in self._asked.keys() - asked.keys():
             self._cancel(target)
-        self._asked = dict(asked)
+        self._asked = asked
         self.leaves = {
             member: leave for member, leave in self.leaves.items()
             if member in members and self.reason_of(members[member])
@@ -141,7 +164,7 @@ class Drains:
         info = members.get(roster.ranks.get(int(number), -1))
         if info is None or request.pid not in (None, info.pid):
             self._report(f"drain {target}: the process that had this rank has it no more, or the job has no such rank")
-            self.done.add(target)
+            self._done.add(target)
             return
         self._members[info.member] = target, request.reason
         self._report(f"rank {number} is drained ({request.reason}); it moves to a spare")
@@ -192,6 +215,7 @@ class Drains:
 
     def formed(self) -> None:
         """Note that the job is formed, so that nobody is at a boundary."""
+        self.pace, self.has_no_other = CommitPace(), False
         self._arrived, self._given_back, self._stay = {}, {}, set()
 
     def left(self, member: int) -> None:
@@ -200,14 +224,15 @@ class Drains:
         self._given_back.pop(member, None)
         self._arrived.pop(member, None)
         if (asked := self._members.pop(member, None)) is not None:
-            self.done.add(asked[0])
+            self._done.add(asked[0])
 
     def look(
         self,
         roster: Roster,
         members: Mapping[int, MemberInfo],
         committed: int,
-        on_the_way: int,
+        now: float,
+        beat_s: float,
         is_enough: Callable[[int], bool],
     ) -> None:
         """Decide which members leave now, and when; called while the job trains.
@@ -215,12 +240,13 @@ class Drains:
         Args:
             roster: roster of the ranks that train.
             members: members that live.
-            committed: newest iteration that a rank has committed since the job was formed; -1 for none.
-            on_the_way: number of iterations that ranks execute until all of them have learned of a decision.
+            committed: newest iteration that a rank has committed since the job was formed.
+            now: value of a monotonic clock in seconds.
+            beat_s: seconds between two renewals of a lease.
             is_enough: says for a number of ranks whether the job goes on if so many ranks leave.
         """
-        if self._arrived or self._given_back:
-            return  # A new decision would come too late.
+        if self._arrived or self._given_back or not (self.nodes or self._members):
+            return  # Nobody is to leave, or a new decision would come too late.
         leaving = [
             members[member] for _, member in sorted(roster.ranks.items())
             if member in members and self.reason_of(members[member])
@@ -228,7 +254,8 @@ class Drains:
         # Ranks that leave already come first, and the other ranks of their node leave with them.
         leaving.sort(key=lambda info: info.member not in self.leaves)
         group = [info.member for info in leaving if info.node == leaving[0].node]
-        if not group or committed < 0:
+        pace = self.pace.per_s(now)
+        if not group or not pace or self.is_over:
             self.leaves = {}
         elif not is_enough(len(group)):
             self.leaves = {}
@@ -238,10 +265,9 @@ class Drains:
             )
         else:
             self._said = ""
+            after = committed + AHEAD + math.ceil(pace * BEATS_TO_HEAR * beat_s)
             self.leaves = {
-                member: Leave(
-                    self.leaves[member].after if member in self.leaves else committed + AHEAD + on_the_way, turn
-                )
+                member: Leave(self.leaves[member].after if member in self.leaves else after, turn)
                 for turn, member in enumerate(group)
             }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from moevement_core.rendezvous.roster import FINISHED, LEAVING, LEFT
@@ -31,6 +31,9 @@ class Entered:
         """Members that have reached the end of the job."""
         self._phases: dict[int, str] = {}
         """Last phase of leaving (:class:`LeavingPhase`) that a slow member has reported, by member."""
+        self._interrupted_at = 0.0
+        self._leave_by: dict[int, float] = {}
+        """Value of the clock in seconds by which each member must have left the interrupted generation."""
         self._values = values
 
     def begin(self, generation: int, members: Collection[int]) -> None:
@@ -47,8 +50,37 @@ class Entered:
                 newly.append(self.left[member])
         return newly
 
-    def has_new_phase(self, member: int) -> bool:
-        """Return True if a member that takes long to leave has reported a further phase since the last call."""
+    def interrupted(self, now: float) -> None:
+        """Note that the generation is interrupted; ``now`` is the value of a monotonic clock in seconds."""
+        self._interrupted_at = now
+        self._leave_by.clear()
+
+    def inside(self, survivors: Iterable[int]) -> list[int]:
+        """Return those of the survivors that have entered training, and have not left the generation."""
+        return [member for member in survivors if member in self.members and member not in self.left]
+
+    def late(self, inside: Iterable[int], now: float, leave_s: float) -> list[int]:
+        """Return the members that take too long to leave.
+
+        Leaving has phases, such as the abort of communicators. A member that takes long reports each phase that it
+        reaches, and its timeout then begins anew.
+
+        Args:
+            inside: members that have not left.
+            now: value of the monotonic clock in seconds.
+            leave_s: timeout in seconds.
+        """
+        late = []
+        for member in inside:
+            if now <= self._leave_by.setdefault(member, self._interrupted_at + leave_s):
+                continue
+            if self._has_new_phase(member):
+                self._leave_by[member] = now + leave_s
+            else:
+                late.append(member)
+        return late
+
+    def _has_new_phase(self, member: int) -> bool:
         phase = self._values.reports(LEAVING.format(self.generation)).get(member)
         if phase is None or phase == self._phases.get(member):
             return False

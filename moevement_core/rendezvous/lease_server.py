@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from moevement_core.comms.address import address_of
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous.drains import Leave
+from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.lease_client import LEASES_WITHOUT
 from moevement_core.rendezvous.mirror import MESSAGES_IN_LEASE, Mirror
 from moevement_core.rendezvous.office import FIRST_TERM, Office, Term
@@ -32,32 +32,6 @@ MOST_LATE = 0.05
 """Longest time for which a call of :meth:`LeaseServer.poll` goes on after its timeout, as a share of the lease time."""
 LEASES_TO_STAND_BY = 3
 """Number of lease times in which the supervisor that is asked for a standby has to start it; then another is asked."""
-
-
-class LeaseHolder(Protocol):
-    """Methods of the coordinator that the lease server calls."""
-
-    lease_s: float
-    given_up: set[int]
-
-    @property
-    def leaves(self) -> Mapping[int, Leave]:
-        """Members that are to give their rank back."""
-
-    def renew(self, members: Mapping[int, int | None]) -> None:
-        """Renew the leases of ``members``; the value is the newest iteration that the member has committed."""
-
-    def disconnected(self, members: Iterable[int]) -> None:
-        """Note that the connection of the supervisor of ``members`` broke."""
-
-    def died(self, member: int, pid: int, how: str) -> int | None:
-        """Record that a supervisor saw a process end; return the rank of the process, None for a spare."""
-
-    def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
-        """Note why the node of a supervisor and its members is not healthy, or leaves; the reason is empty if it is."""
-
-    def keep(self) -> None:
-        """Set the value that a later coordinator continues from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +53,7 @@ class LeaseServer:
 
     Args:
         listener: bound socket that listens.
-        holder: the coordinator.
+        coordinator: coordinator in this process.
         token: token of the job.
         on_request: called with a supervisor's request: its kind (``stop`` or ``wind_down``), the reason, and an exit
             code.
@@ -91,7 +65,7 @@ class LeaseServer:
     def __init__(
         self,
         listener: socket.socket,
-        holder: LeaseHolder,
+        coordinator: Coordinator,
         token: Token,
         on_request: Callable[[str, str, int], None],
         values: Values,
@@ -101,9 +75,10 @@ class LeaseServer:
         self.office = office or Office(Term(1, ""))
         self.wants_standby = False
         """True if a supervisor is to start a standby."""
-        self._holder, self._on_request, self._values = holder, on_request, values
+        self._coordinator, self._on_request, self._values = coordinator, on_request, values
+        self._membership = coordinator.membership
         self._server = SignedServer(listener, token, self._take_in, self._has_gone)
-        self._mirror = Mirror(self._server, values, self.office)
+        self.mirror = Mirror(self._server, values, self.office)
         self._began_at = self._stepped_at = self._resumed_at = time.monotonic()
         self._taken: list[tuple[Caller, int]] = []
         """Connections and numbers of beats with deaths and requests that are not acknowledged yet."""
@@ -138,10 +113,10 @@ class LeaseServer:
         """
         self._answer = answer
         if "stop" in answer:
-            self._mirror.ends()
+            self.mirror.ends()
         self._step_standby()
         self._server.poll(
-            timeout_s, most_late_s=self._holder.lease_s * MOST_LATE, is_enough=lambda: self._values.has_news
+            timeout_s, most_late_s=self._membership.lease_s * MOST_LATE, is_enough=lambda: self._values.has_news
         )
         self._step_standby()
         self._server.flush()
@@ -149,26 +124,7 @@ class LeaseServer:
     @property
     def is_in_office(self) -> bool:
         """True if this coordinator may decide, or has ended the job, which no other coordinator can change."""
-        return self.office.has(self._holder.lease_s) or self._mirror.has_ended
-
-    @property
-    def may_tell_end(self) -> bool:
-        """True if supervisors may learn that the job has ended."""
-        return self._mirror.may_tell_end
-
-    @property
-    def has_standby(self) -> bool:
-        """True if a standby is connected."""
-        return self._mirror.has_caller
-
-    def dismiss_standby(self) -> None:
-        """Tell the standby that all supervisors know of the end of the job."""
-        self._mirror.dismiss()
-
-    @property
-    def standby(self) -> str:
-        """Address of the standby, once it and all supervisors know of each other; empty if there is none."""
-        return self._mirror.ready
+        return self.office.has(self._membership.lease_s) or self.mirror.has_ended
 
     def _acknowledge_news(self) -> None:
         """Tell supervisors that the coordinator has taken their news, once the standby has what follows from them.
@@ -176,14 +132,14 @@ class LeaseServer:
         The supervisors then tell no other coordinator.
         """
         if self._taken:
-            self._holder.keep()
+            self._coordinator.keep()
             for caller, beat in self._taken:
-                self._mirror.publish(caller, {"taken": beat})
+                self.mirror.publish(caller, {"taken": beat})
             self._taken.clear()
 
     def _step_standby(self) -> None:
         self._acknowledge_news()
-        now, lease_s = time.monotonic(), self._holder.lease_s
+        now, lease_s = time.monotonic(), self._membership.lease_s
         if now - self._stepped_at > lease_s / 4:
             self._resumed_at = now  # This process was suspended, and could not hear supervisors.
         self._stepped_at = now
@@ -193,13 +149,13 @@ class LeaseServer:
                 name for name, supervisor in self._by_name.items()
                 if now - max(supervisor.heard_at, self._resumed_at) < lease_s
             }  # fmt: skip
-        self._mirror.step(self._voters, lease_s)
-        if self.wants_standby and not self.office.standby and not self._mirror.has_caller:
+        self.mirror.step(self._voters, lease_s)
+        if self.wants_standby and not self.office.standby and not self.mirror.has_caller:
             self._ask_for_standby()
 
     def _ask_for_standby(self) -> None:
         """Choose the supervisor that starts a standby; a further one if the last has not done so in time."""
-        now, wait_s = time.monotonic(), LEASES_TO_STAND_BY * self._holder.lease_s
+        now, wait_s = time.monotonic(), LEASES_TO_STAND_BY * self._membership.lease_s
         if not self._by_name or (self._asked in self._by_name and now - self._asked_at < wait_s):
             return
         free = {name: supervisor for name, supervisor in self._by_name.items() if not supervisor.has_standby}
@@ -214,10 +170,10 @@ class LeaseServer:
         if "stands_by" in message:
             address = str(message["stands_by"])
             address_of(address)  # Raises ValueError if it is none.
-            self._mirror.joins(caller, address)
+            self.mirror.joins(caller, address)
             return
         if "mirrored" in message:
-            self._mirror.take_in(caller, message)
+            self.mirror.take_in(caller, message)
             return
         supervisor = self._supervisors.get(caller)
         if supervisor is None:
@@ -236,10 +192,10 @@ class LeaseServer:
 
     def _send_answers(self, caller: Caller, answers: list[tuple[int, str | None]]) -> None:
         for line in in_lines(answers, lambda answer: answer[1]):
-            self._mirror.publish(caller, {"answers": line})
+            self.mirror.publish(caller, {"answers": line})
 
     def _send_change(self, caller: Caller, key: str, value: str) -> None:
-        self._mirror.publish(caller, {"changes": [(key, value)]})
+        self.mirror.publish(caller, {"changes": [(key, value)]})
 
     def _renew(self, caller: Caller, supervisor: _Supervisor, message: dict[str, Any]) -> None:
         if name := message.get("supervisor"):
@@ -251,47 +207,48 @@ class LeaseServer:
             supervisor.has_standby = bool(message.get("has_standby", False))
             self.office.heard(supervisor.name, Term.decode(message.get("term", FIRST_TERM.encode())))
         if "lease_s" in message:  # A flag of the script sets the lease time, and only supervisors see the flag.
-            self._holder.lease_s = float(message["lease_s"])
+            self._membership.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
-            self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
+            self._coordinator.died(int(death["member"]), int(death["pid"]), str(death["how"]))
         if (request := message.get("request")) is not None:
             self._on_request(str(request["kind"]), str(request["why"]), int(request["code"]))
         if "died" in message or request is not None:
             self._taken.append((caller, int(message["beat"])))
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
-        self._holder.renew(alive)
-        self._holder.node_health(
+        self._coordinator.renew(alive)
+        self._coordinator.node_health(
             supervisor.name, supervisor.members, str(message.get("unhealthy", "")),
             is_leaving=bool(message.get("is_leaving", False)),
         )  # fmt: skip
         supervisor.heard_at = time.monotonic()
         members = set(map(int, message.get("members", ())))
-        fields = {key: value for key, value in self._answer.items() if key != "stop" or self._mirror.may_tell_end}
+        fields = {key: value for key, value in self._answer.items() if key != "stop" or self.mirror.may_tell_end}
         answer = {
-            "beat": message["beat"], "lease_s": self._holder.lease_s,
-            "given_up": sorted(members & self._holder.given_up),
+            "beat": message["beat"], "lease_s": self._membership.lease_s,
+            "given_up": sorted(members & self._coordinator.given_up),
             "leaves": [
-                (member, leave.after, leave.turn) for member, leave in self._holder.leaves.items() if member in members
+                (member, leave.after, leave.turn)
+                for member, leave in self._coordinator.drains.leaves.items() if member in members
             ], **fields,
-            "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self._mirror.standby,
+            "term": self.office.term.encode(), "in_office": self.is_in_office, "standby": self.mirror.standby,
             "start_standby": bool(self._asked) and supervisor.name == self._asked,
         }  # fmt: skip
         self._server.send(caller, answer)  # at once, because it also tells the term
 
     def _has_gone(self, caller: Caller) -> None:
-        self._mirror.has_gone(caller)
+        self.mirror.has_gone(caller)
         if (supervisor := self._supervisors.pop(caller, None)) is None:
             return
         self._values.forget(supervisor.changed)
         if self._by_name.get(supervisor.name) is supervisor:
             del self._by_name[supervisor.name]
-            self._holder.disconnected(supervisor.members)
+            self._membership.disconnected(supervisor.members)
 
     @property
     def supervisors(self) -> int:
         """Number of supervisors that have sent a message within the lease time, with those that are still starting."""
-        since = time.monotonic() - self._holder.lease_s
+        since = time.monotonic() - self._membership.lease_s
         return sum(supervisor.heard_at > since for supervisor in self._supervisors.values())
 
     @property
@@ -301,14 +258,14 @@ class LeaseServer:
         A supervisor that has heard of the end closes its connection. One that does not hear of it gives up after some
         lease times.
         """
-        since = time.monotonic() - (LEASES_WITHOUT + 1) * self._holder.lease_s
+        since = time.monotonic() - (LEASES_WITHOUT + 1) * self._membership.lease_s
         waiting = sum(supervisor.heard_at > since for supervisor in self._supervisors.values())
         return waiting + (len(self._expected) if self._began_at > since else 0)
 
     @property
     def heard(self) -> set[str]:
         """Start name (:attr:`connected`) of each supervisor that has sent a message within the lease time."""
-        since = time.monotonic() - self._holder.lease_s
+        since = time.monotonic() - self._membership.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property

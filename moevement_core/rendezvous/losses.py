@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from moevement_core.rendezvous.roster import Death, NoticedBy
 
@@ -18,8 +17,8 @@ class Losses:
         """Deaths of ranks since a generation last entered training; no recovery from them has begun."""
         self.unrecovered: list[Death] = []
         """Deaths of ranks from which a recovery has begun, but has not ended."""
-        self._uncounted: list[int] = []
-        """Ranks that died since the last call of :meth:`uncounted`."""
+        self.uncounted: list[int] = []
+        """Ranks whose deaths the coordinator has not counted yet; a rank that died twice is in the list twice."""
 
     def add(self, member: int, rank: int | None, pid: int, how: str, noticed_by: NoticedBy, silent_s: float) -> None:
         """Record the death of a member.
@@ -37,7 +36,7 @@ class Losses:
         self.all.append(death)
         if rank is not None:
             self.new.append(death)
-            self._uncounted.append(rank)
+            self.uncounted.append(rank)
 
     def entered(self) -> None:
         """Note that a generation has entered training, and begins to recover from all deaths in :attr:`new`."""
@@ -47,17 +46,3 @@ class Losses:
     def recovered(self) -> None:
         """Note that a generation has recovered and resumed training."""
         self.unrecovered.clear()
-
-    @property
-    def not_counted(self) -> tuple[int, ...]:
-        """Ranks that :meth:`uncounted` has not returned yet."""
-        return tuple(self._uncounted)
-
-    def count(self, ranks: Iterable[int]) -> None:
-        """Let the next call of :meth:`uncounted` return ``ranks`` too."""
-        self._uncounted += ranks
-
-    def uncounted(self) -> list[int]:
-        """Return the ranks that died since the last call; a rank that died twice is in the list twice."""
-        ranks, self._uncounted = self._uncounted, []
-        return ranks

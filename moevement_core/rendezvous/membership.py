@@ -101,8 +101,8 @@ class Membership:
             known.pop(member, None)
         return silent_s
 
-    def waiting(self, but: Collection[int]) -> list[int]:
-        """Return the members that could take a rank, in the order in which they joined.
+    def waiting(self, but: Collection[int]) -> list[MemberInfo]:
+        """Return the members without a rank that could take one, in the order in which they joined.
 
         Members whose lease was not renewed for a third of the lease time come last, because their node may be lost.
         The list omits members whose supervisor is not connected.
@@ -112,7 +112,7 @@ class Membership:
         """
         free = [member for member in self.alive if member not in but and member not in self._disconnected]
         # A silent member may be lost with its node.
-        return sorted(free, key=self._is_silent)
+        return [self.alive[member] for member in sorted(free, key=self._is_silent)]
 
     def silent_nodes(self) -> set[str]:
         """Return the nodes with a silent or disconnected member. A node in this set may be lost as a whole.

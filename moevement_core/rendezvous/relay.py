@@ -90,11 +90,6 @@ class Relay:
         """Number of callers that have not proved in time that they have the job's token, or have failed to."""
         return self._server.refused
 
-    @property
-    def callers(self) -> int:
-        """Number of connections of processes."""
-        return self._server.callers
-
     def poll(self, timeout_s: float, also: socket.socket | None = None) -> None:
         """Serve the processes of this host for at most ``timeout_s`` seconds; return soon after any request.
 

@@ -87,7 +87,7 @@ class Checks:
         """
         before, self._nodes = self._nodes, dict(roster.nodes)
         coordinator = self.job.coordinator
-        waiting = [coordinator.members[member].node for member in coordinator.waiting()]
+        waiting = [coordinator.membership.alive[member].node for member in coordinator.spares.waiting(roster)]
         silent = coordinator.membership.silent_nodes() | coordinator.drains.nodes.keys()
         moved = {death.rank for death in roster.deaths if is_drained(death)}
         for rank, node in roster.nodes.items():
@@ -104,7 +104,7 @@ class Checks:
                 before[rank] for rank in self._block(number * size)
                 if roster.nodes[rank] != before[rank] and rank not in moved
             }  # fmt: skip
-            if any(coordinator._respawns.is_expected(node) for node in left - silent):
+            if any(coordinator.respawns.is_expected(node) for node in left - silent):
                 raise Violation(
                     f"group {number} comes to span nodes, and a process starts where it was: {roster.nodes}"
                 )
@@ -125,7 +125,7 @@ class Checks:
         """Check that a process holds its lease and is still in the job before it changes shared state."""
         if struct.unpack_from("<d", process.page._memory, 0)[0] <= self.job.world.now:  # not by the product's own check
             raise Violation(f"{process.name} acts without a lease")
-        for death in self.job.coordinator.deaths:
+        for death in self.job.coordinator.losses.all:
             if death.member == process.member and death.noticed_by in (NoticedBy.LEASE, NoticedBy.RESET):
                 raise Violation(f"{process.name} trains, and the job goes on without it: it {death.how}")
 

@@ -250,11 +250,11 @@ class Control:
                 return
             if turn is Turn.WAITED:
                 continue
-            for target in coordinator.drain(job.drains):
+            for target in coordinator.drains.request(job.drains):
                 job.drains.pop(target, None)
-            for death in coordinator.deaths[deaths:]:
+            for death in coordinator.losses.all[deaths:]:
                 self._say(f"member {death.member} (rank {death.rank}) {death.how}")
-            deaths = len(coordinator.deaths)
+            deaths = len(coordinator.losses.all)
             if self.started != started:
                 started = self.started
                 self._say(f"generation {started} is formed: {dict(coordinator.roster.ranks)}")
@@ -267,7 +267,7 @@ class Control:
     def _follow(self) -> None:
         """Wait until the job ends that another coordinator has taken over, or until that one is lost."""
         self._say("replaced")
-        client, world, lease_s = self.loop.follow(), self.job.world, self.coordinator.lease_s
+        client, world, lease_s = self.loop.follow(), self.job.world, self.coordinator.membership.lease_s
         heard_at = world.now
         while client.stop is None and world.now - heard_at < LEASES_ALONE * lease_s:
             client.step((), {})

@@ -14,12 +14,14 @@ from moevement_core.engine.lifetime import Lifetime, Unneeded
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.launching.supervisor import Supervisor
 from moevement_core.recovery.agree import decide
+from moevement_core.rendezvous.blocks import Blocks
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import Membership
 from moevement_core.rendezvous.mirror import Mirror
 from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import Roster
+from moevement_core.rendezvous.spares import SparePool
 from moevement_core.rendezvous.standby import Standby
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.replication.replica_store import ReplicaStore
@@ -105,8 +107,10 @@ def one_rank_for_two() -> list[Patch]:
 
 def two_ranks_for_one() -> list[Patch]:
     """Assign the same spare to every lost rank."""
-    waiting = Coordinator.waiting
-    return [(Coordinator, "waiting", lambda self: [spare for spare in waiting(self)[:1] for _ in range(4)])]
+    waiting = SparePool.waiting
+    return [
+        (SparePool, "waiting", lambda self, roster: [spare for spare in waiting(self, roster)[:1] for _ in range(4)])
+    ]
 
 
 def enters_without_the_others() -> list[Patch]:
@@ -191,7 +195,7 @@ def spares_by_arrival() -> list[Patch]:
 
 def waits_for_no_start() -> list[Patch]:
     """Take a spare of another node although a process starts on the node of the failed rank."""
-    return [(Coordinator, "_wait_for_respawn", lambda self, missing, ranks: None)]
+    return [(Blocks, "wait_for_starts", lambda *_, **__: None)]
 
 
 def takes_over_without_a_majority() -> list[Patch]:

@@ -142,7 +142,7 @@ def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             job.signal(1, signal.SIGKILL)
-            while not job.watch._coordinator.deaths:
+            while not job.watch._coordinator.losses.all:
                 assert job.watch.is_running()
                 assert time.monotonic() < deadline
             # The kernel may still be ending the process, but it has closed its files.

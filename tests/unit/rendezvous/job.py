@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.member import Member
+from moevement_core.rendezvous.process_list import process_entries
 from moevement_core.rendezvous.roster import ACKNOWLEDGED, INTERRUPTED, MemberInfo
 from moevement_core.rendezvous.values import Values
 from tests.values import LocalValues
@@ -30,6 +32,15 @@ class Job:
         self.silent: set[int] = set()
         for number in range(members):
             self.join(number)
+
+    @property
+    def waiting(self) -> list[int]:
+        return self.coordinator.spares.waiting(self.coordinator.roster)
+
+    @property
+    def process_entries(self) -> list[dict[str, Any]]:
+        coordinator = self.coordinator
+        return process_entries(coordinator.roster, coordinator.membership, coordinator.respawns)
 
     @property
     def interrupted(self) -> tuple[int, int] | None:

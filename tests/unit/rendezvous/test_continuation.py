@@ -106,7 +106,7 @@ def test_a_recovery_goes_on_after_each_of_its_steps() -> None:
         assert sorted(ranks) == [0, 1, 2]
         assert (ranks[0], ranks[2]) == (0, 2), "survivors keep their ranks"
         assert ranks[1] in {3, 4, 5}
-        assert 1 not in job.coordinator.members
+        assert 1 not in job.coordinator.membership.alive
 
 
 def test_a_second_death_that_the_lost_coordinator_never_saw_is_noticed() -> None:
@@ -121,7 +121,7 @@ def test_a_second_death_that_the_lost_coordinator_never_saw_is_noticed() -> None
     other = Job(job.steps[-1][0], job.alive - {2}, job.now)
     other.until_running(job.coordinator.roster.generation)
     assert {*other.coordinator.roster.ranks.values()} <= other.alive
-    assert [death.noticed_by for death in other.coordinator.deaths] == [NoticedBy.LEASE]
+    assert [death.noticed_by for death in other.coordinator.losses.all] == [NoticedBy.LEASE]
     assert {death.member for death in other.coordinator.roster.deaths} == {1, 2}
 
 
@@ -170,5 +170,5 @@ def test_members_that_died_before_do_not_come_back() -> None:
     job.step()
     other = Job(job.steps[-1][0], job.alive, job.now)
     other.step()
-    assert 5 not in other.coordinator.members
-    assert other.coordinator.deaths == []
+    assert 5 not in other.coordinator.membership.alive
+    assert other.coordinator.losses.all == []

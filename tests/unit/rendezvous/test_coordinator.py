@@ -121,7 +121,7 @@ def test_the_first_to_join_are_the_ranks_and_the_others_wait(values: Values) -> 
     job.join(3)
     assert job.coordinator.state is State.FORMING, "member 2 is to be rank 2"
     job.join(2)
-    assert (job.coordinator.waiting(), job.coordinator.roster.nodes) == ([3], {0: "node0", 1: "node0", 2: "node1"})
+    assert (job.waiting, job.coordinator.roster.nodes) == ([3], {0: "node0", 1: "node0", 2: "node1"})
     assert [job.rank_of(number) for number in (0, 1, 2)] == [0, 1, 2]
 
 
@@ -323,17 +323,17 @@ def test_a_broken_connection_is_a_death_within_a_second_unless_the_supervisor_is
     job = Job(values, 3, 5, lease_s=10.0)
     everyone = range(5)
     job.passes(1.0, everyone)
-    job.coordinator.disconnected([0, 1])
+    job.coordinator.membership.disconnected([0, 1])
     job.passes(RESET_GRACE_S - 0.1, [1, 2, 3, 4])
     job.passes(1.0 - RESET_GRACE_S, [1, 2, 3, 4])
     assert job.interrupted == (0, 0)
-    assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.RESET]
+    assert [death.noticed_by for death in job.coordinator.losses.all] == [NoticedBy.RESET]
 
 
 def test_a_spare_whose_node_is_lost_is_forgotten(values: Values) -> None:
     job = Job(values, 1, 3, lease_s=10.0)
     job.passes(11.0, [0, 2])
-    assert (job.interrupted, job.coordinator.waiting()) == (None, [2])
+    assert (job.interrupted, job.waiting) == (None, [2])
 
 
 def test_a_spare_that_is_silent_is_not_chosen_before_one_that_is_heard(values: Values) -> None:
@@ -423,9 +423,9 @@ def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(values
     job.passes(1.0, range(3))
     job.now += 60.0
     job.coordinator.step()
-    assert (job.coordinator.deaths, job.coordinator.state) == ([], State.RUNNING)
+    assert (job.coordinator.losses.all, job.coordinator.state) == ([], State.RUNNING)
     job.passes(10.5)
-    assert len(job.coordinator.deaths) == 3
+    assert len(job.coordinator.losses.all) == 3
 
 
 # The end
@@ -499,10 +499,10 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(values: Values) -> None:
         job.join(number, "node", (device,))
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0)
-    assert job.coordinator.waiting() == []
+    assert job.waiting == []
     assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
-    assert [process["pid"] for process in job.coordinator.process_entries()] == [1000, 1003, 1002, None]
-    assert [process["role"] for process in job.coordinator.process_entries()] == [
+    assert [process["pid"] for process in job.process_entries] == [1000, 1003, 1002, None]
+    assert [process["role"] for process in job.process_entries] == [
         "active",
         "active",
         "spare",
@@ -510,7 +510,7 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(values: Values) -> None:
     ]
     assert (job.coordinator.roster.spares, job.coordinator.roster.starting) == (0, 1)
     job.join(4, "node", ("GPU-d",))
-    assert [process["role"] for process in job.coordinator.process_entries()][2:] == ["spare", "spare"]
+    assert [process["role"] for process in job.process_entries][2:] == ["spare", "spare"]
 
 
 def two_nodes(values: Values, members: int = 5, devices: int = 2) -> Job:
@@ -532,7 +532,7 @@ def test_a_process_that_gives_its_rank_back_is_dead_even_if_it_cannot_end(values
     job.settle()
     job.leave(0, 2)
     assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 2}
-    (death,) = job.coordinator.deaths
+    (death,) = job.coordinator.losses.all
     assert (death.member, death.rank, death.noticed_by) == (1, 1, NoticedBy.DEVICE)
     assert "illegal access" in death.how
     assert job.coordinator.given_up == {1}, "its supervisor ends it"
@@ -544,7 +544,7 @@ def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(values: 
     job.members[1].report_unusable_device(UnusableDevice("ECC", "node0-1", is_broken))
     job.settle()
     job.join(5, "node0", ("node0-0", "node0-1"))
-    assert job.coordinator.waiting() == ([] if is_broken else [5])
+    assert job.waiting == ([] if is_broken else [5])
     assert any("node0-1" in text for text in job.reported) == is_broken
     job.leave(0, 2)
     assert (job.coordinator.state is State.RUNNING) == (not is_broken)
@@ -594,7 +594,7 @@ def test_a_process_that_computes_no_numbers_is_replaced_by_one_of_another_node(v
     job.coordinator.renew({0: 41, 1: 41})
     job.leave(0, 1, reason="rank 1: NaN", committed=41, suspects=(1,))
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
-    (death,) = job.coordinator.deaths
+    (death,) = job.coordinator.losses.all
     assert (death.member, death.noticed_by) == (1, NoticedBy.RESULT)
     assert job.coordinator.given_up == {1}, "its supervisor ends it"
     with pytest.raises(JobStopped):
@@ -606,7 +606,7 @@ def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(values: Va
     job.coordinator.renew({0: 41, 1: 41, 2: 41})
     job.leave(0, 1, 2, reason="rank 2: NaN", committed=41, suspects=(2,))
     assert job.coordinator.roster.ranks == {0: 0, 1: 1, 2: 4}, "member 3 came first, and is on the node of member 2"
-    assert job.coordinator.waiting() == [5, 3]
+    assert job.waiting == [5, 3]
 
 
 def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(values: Values) -> None:
@@ -616,7 +616,7 @@ def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(valu
     for lost, others in ((0, (0, 1)), (1, (1, 2))):
         job.leave(*others, reason=f"rank {lost}: NaN", committed=41, suspects=(0, 1))
         assert job.coordinator.state is State.RUNNING
-    assert {death.member for death in job.coordinator.deaths} == {0, 1}
+    assert {death.member for death in job.coordinator.losses.all} == {0, 1}
     job.leave(*job.coordinator.roster.ranks.values(), reason="rank 0: NaN", committed=41, suspects=(0, 1))
     assert job.coordinator.state is State.STOPPED
     assert "--iterations-to-skip 42" in (values.read(STOP) or "")
@@ -628,7 +628,7 @@ def test_progress_makes_every_process_one_that_may_be_replaced_again(values: Val
         job.coordinator.renew(dict.fromkeys(job.coordinator.roster.ranks.values(), committed))
         job.leave(*job.coordinator.roster.ranks.values(), reason="rank 1: NaN", committed=committed, suspects=(1,))
         assert job.coordinator.state is State.RUNNING
-    assert len(job.coordinator.deaths) == 3
+    assert len(job.coordinator.losses.all) == 3
 
 
 def test_a_suspect_that_dies_meanwhile_is_replaced_once(values: Values) -> None:
@@ -637,7 +637,7 @@ def test_a_suspect_that_dies_meanwhile_is_replaced_once(values: Values) -> None:
     job.coordinator.died(1, 1001, KILLED)
     job.settle()
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
-    assert len(job.coordinator.deaths) == 1
+    assert len(job.coordinator.losses.all) == 1
 
 
 # Ranks that communicate in every layer
@@ -657,10 +657,10 @@ def test_a_process_of_the_same_node_is_waited_for_while_spares_of_another_wait(v
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     job.passes(5.0, (0, 2, 3, 4, 5))
-    assert (job.coordinator.state, job.coordinator.waits_for_respawn) == (State.FORMING, True)
+    assert (job.coordinator.state, job.coordinator.blocks.waits) == (State.FORMING, True)
     assert len(job.reported) == 1
     job.join(6, "a")
-    assert (job.coordinator.roster.ranks, job.coordinator.waits_for_respawn) == ({0: 0, 1: 6, 2: 2, 3: 3}, False)
+    assert (job.coordinator.roster.ranks, job.coordinator.blocks.waits) == ({0: 0, 1: 6, 2: 2, 3: 3}, False)
     assert (job.coordinator.roster.split, len(job.reported)) == ((), 1)
 
 
@@ -732,8 +732,8 @@ def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
     job.passes(2.0, range(6))
-    assert job.coordinator.waits_for_respawn
-    job.coordinator.disconnected([0])
+    assert job.coordinator.blocks.waits
+    job.coordinator.membership.disconnected([0])
     job.passes(RESET_GRACE_S + 0.5, (2, 3, 4, 5))
     job.settle()
     assert job.coordinator.roster.ranks == {0: 4, 1: 5, 2: 2, 3: 3}
@@ -744,9 +744,9 @@ def test_a_process_that_was_stopped_is_replaced_on_its_node(values: Values) -> N
     job = blocks(values, "aabbcc")
     job.passes(1.0, range(6))
     job.passes(10.5, {0, 2, 3, 4, 5})
-    assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.LEASE]
+    assert [death.noticed_by for death in job.coordinator.losses.all] == [NoticedBy.LEASE]
     job.leave(0, 2, 3)
-    assert job.coordinator.waits_for_respawn
+    assert job.coordinator.blocks.waits
     job.join(6, "a")
     assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
 
@@ -757,7 +757,7 @@ def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(values: Values)
     assert (job.coordinator.roster.split, job.reported) == ((), [])
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
-    assert job.coordinator.waits_for_respawn
+    assert job.coordinator.blocks.waits
     job.join(6, "a")
     assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
 

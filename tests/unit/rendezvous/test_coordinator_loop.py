@@ -30,7 +30,7 @@ class Deciding(Holder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lease_s, self.state, self.end = LEASE_S, State.RUNNING, ("", 0)
+        self.membership.lease_s, self.state, self.end = LEASE_S, State.RUNNING, ("", 0)
         self.roster, self.is_winding_down, self.steps = SimpleNamespace(generation=3), False, 0
         self.nowhere_to_go: str | None = None
 
@@ -120,7 +120,7 @@ def test_a_coordinator_whose_standby_does_not_know_of_the_end_may_be_replaced() 
     client, place = job.client(), socket.create_server(("127.0.0.1", 0))
     standby = Standby(job.address, f"127.0.0.1:{place.getsockname()[1]}", place, TOKEN)
     steps = (lambda: client.step((), {}), lambda: job.loop.turn(0.01), lambda: standby.poll(0.01))
-    until(lambda: bool(job.loop.server.standby) and client.other is not None, *steps)
+    until(lambda: bool(job.loop.server.mirror.ready) and client.other is not None, *steps)
     job.stop()  # The coordinator is suspended now.
     until(lambda: standby.is_elected, *steps[::2])
     assert standby.values.read(STOP) is None, "the job goes on"

@@ -37,15 +37,15 @@ def train(job: Job, committed: int) -> None:
 
 def turns(job: Job, committed: int = COMMITTED) -> dict[int, int]:
     """Return the turn of each member that is to leave; all leave at one boundary that none has reached."""
-    boundaries = {leave.after for leave in job.coordinator.leaves.values()}
+    boundaries = {leave.after for leave in job.coordinator.drains.leaves.values()}
     assert len(boundaries) < 2
     assert all(boundary >= committed + AHEAD for boundary in boundaries)
-    return {member: leave.turn for member, leave in job.coordinator.leaves.items()}
+    return {member: leave.turn for member, leave in job.coordinator.drains.leaves.items()}
 
 
 def ask(job: Job, **targets: str) -> set[str]:
     asked = {target.removeprefix("_"): DrainRequest(reason) for target, reason in targets.items()}
-    done = job.coordinator.drain(asked)
+    done = job.coordinator.drains.request(asked)
     job.coordinator.step()
     return done
 
@@ -61,23 +61,23 @@ def leaves(job: Job, member: int) -> None:
 
 def test_ranks_of_a_drained_node_leave_at_a_boundary_that_nobody_has_reached() -> None:
     job = job_of(2, spares=["n2"])
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
     ask(job, n1="noisy")
     assert turns(job) == {1: 0}
     leaves(job, 1)
     assert job.coordinator.state is State.RUNNING
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
-    death = job.coordinator.deaths[-1]
+    death = job.coordinator.losses.all[-1]
     assert (death.rank, death.noticed_by) == (1, NoticedBy.DRAIN)
     assert "noisy" in death.how
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
 
 
 def test_nobody_gets_a_rank_on_a_drained_node_until_the_request_is_taken_back() -> None:
     job = job_of(2, spares=["n1", "n2"])
     ask(job, n1="")
     ask(job, n1="test")
-    assert job.coordinator.waiting() == [3]
+    assert job.waiting == [3]
     leaves(job, 1)
     assert job.coordinator.roster.nodes[1] == "n2"
     job.coordinator.died(0, 1000, "was killed by signal 9")
@@ -95,7 +95,7 @@ def test_a_drained_rank_may_stay_on_its_node_and_the_request_is_over_when_it_has
     leaves(job, 1)
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
     assert ask(job, _1="slow") == {"1"}
-    assert job.coordinator.leaves == {}, "the process that has the rank now stays"
+    assert job.coordinator.drains.leaves == {}, "the process that has the rank now stays"
 
 
 def test_without_a_spare_elsewhere_the_drain_waits_and_says_so_once() -> None:
@@ -103,7 +103,7 @@ def test_without_a_spare_elsewhere_the_drain_waits_and_says_so_once() -> None:
     ask(job, n1="test")
     for _ in range(3):
         job.coordinator.step()
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
     assert sum("spares outside" in line for line in job.reported) == 1
     job.join(9, node="n3")
     job.coordinator.step()
@@ -116,7 +116,7 @@ def test_nodes_are_drained_one_after_the_other() -> None:
     ask(job, n1="test", n2="test")
     assert turns(job) == {1: 0}
     leaves(job, 1)
-    assert job.coordinator.leaves == {}, "no iteration was committed since the job was formed"
+    assert job.coordinator.drains.leaves == {}, "no iteration was committed since the job was formed"
     train(job, COMMITTED + 30)
     assert turns(job, COMMITTED + 30) == {2: 0}
 
@@ -169,7 +169,7 @@ def test_a_rank_that_stays_for_its_turn_is_not_waited_for() -> None:
         assert not is_interrupted(job)
         job.members[member].report_departure(Departure.STAYS)
     assert is_interrupted(job)
-    assert job.coordinator.members.keys() == {1, 2, 3, 4, 5, 6}
+    assert job.coordinator.membership.alive.keys() == {1, 2, 3, 4, 5, 6}
 
 
 def test_a_rank_that_does_not_arrive_is_waited_for_two_seconds_only() -> None:
@@ -197,8 +197,8 @@ def test_another_failure_ends_the_wait(member: int) -> None:
     job = departing()
     job.coordinator.died(member, 1000 + member, "was killed by signal 9")
     assert is_interrupted(job)
-    assert 0 not in job.coordinator.members, "the rank that has handed over its state is lost at the same time"
-    assert 2 in job.coordinator.members
+    assert 0 not in job.coordinator.membership.alive, "the rank that has handed over its state is lost at the same time"
+    assert 2 in job.coordinator.membership.alive
 
 
 def test_a_request_that_is_taken_back_waits_for_ranks_that_hand_over_already() -> None:
@@ -208,16 +208,16 @@ def test_a_request_that_is_taken_back_waits_for_ranks_that_hand_over_already() -
     assert not is_interrupted(job)
     job.members[1].report_drained("rank 3 keeps its state")
     assert is_interrupted(job)
-    assert job.coordinator.members.keys() == {2, 3, 4, 5, 6}
+    assert job.coordinator.membership.alive.keys() == {2, 3, 4, 5, 6}
 
 
 def test_a_decision_is_taken_back_when_the_spares_are_gone() -> None:
     job = job_of(2, spares=["n2"])
     ask(job, n1="test")
-    assert job.coordinator.leaves
+    assert job.coordinator.drains.leaves
     job.coordinator.died(2, 1002, "was killed by signal 9")
     job.coordinator.step()
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
 
 
 def test_a_job_that_is_winding_down_moves_nobody() -> None:
@@ -225,16 +225,16 @@ def test_a_job_that_is_winding_down_moves_nobody() -> None:
     ask(job, n1="test")
     job.coordinator.wind_down()
     job.coordinator.step()
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
 
 
 def test_a_rank_that_another_process_has_by_now_is_not_drained() -> None:
     job = job_of(2, spares=["n2"])
     stale = {"rank:1": DrainRequest("test", pid=4711)}
-    job.coordinator.drain(stale)
+    job.coordinator.drains.request(stale)
     job.coordinator.step()
-    assert (job.coordinator.drain(stale), job.coordinator.leaves) == ({"rank:1"}, {})
-    job.coordinator.drain({"rank:1": DrainRequest("test", pid=1001)})
+    assert (job.coordinator.drains.request(stale), job.coordinator.drains.leaves) == ({"rank:1"}, {})
+    job.coordinator.drains.request({"rank:1": DrainRequest("test", pid=1001)})
     job.coordinator.step()
     assert turns(job) == {1: 0}
 
@@ -254,7 +254,7 @@ def test_a_drain_that_is_taken_back_moves_nobody() -> None:
     job = job_of(2, spares=["n2"])
     ask(job, n1="test")
     ask(job)
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
 
 
 @pytest.mark.parametrize("target", ["2", "rank:2", "99999999999999999999"])
@@ -262,7 +262,7 @@ def test_a_rank_that_is_not_there_is_refused_and_forgotten(target: str) -> None:
     job = job_of(2, spares=["n2"])
     ask(job, **{f"_{target}": "test"})
     assert ask(job, **{f"_{target}": "test"}) == {target}
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
 
 
 def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> None:
@@ -272,13 +272,13 @@ def test_a_node_is_drained_while_one_of_its_supervisors_calls_it_unhealthy() -> 
     job.coordinator.step()
     assert turns(job) == {1: 0}
     leaves(job, 1)
-    assert "disk full" in job.coordinator.deaths[-1].how
+    assert "disk full" in job.coordinator.losses.all[-1].how
     job.coordinator.node_health("task 1", [], "disk still full")
     job.join(9, node="n1")
-    assert job.coordinator.waiting() == []
+    assert job.waiting == []
     job.coordinator.node_health("task 1", [9], "")
     job.coordinator.step()
-    assert job.coordinator.waiting() == [9]
+    assert job.waiting == [9]
 
 
 def test_before_the_first_iteration_nobody_leaves() -> None:
@@ -286,9 +286,9 @@ def test_before_the_first_iteration_nobody_leaves() -> None:
     job.join(0, node="n0")
     job.join(1, node="n1")
     ask(job, n0="test")
-    assert job.coordinator.leaves == {}
+    assert job.coordinator.drains.leaves == {}
     job.passes(0.2, job.members, 1)
-    assert job.coordinator.leaves == {}, "the pace is not known"
+    assert job.coordinator.drains.leaves == {}, "the pace is not known"
     job.passes(0.2, job.members, 2)
     assert turns(job, 2) == {0: 0}
 
@@ -300,7 +300,7 @@ def test_the_boundary_is_so_far_ahead_that_all_ranks_learn_of_it_before() -> Non
         job.passes(0.2, job.members, COMMITTED + 20 * number)
     ask(job, n1="test")
     now = COMMITTED + 1000
-    assert now + 200 < job.coordinator.leaves[1].after < now + 400
+    assert now + 200 < job.coordinator.drains.leaves[1].after < now + 400
 
 
 def notice(job: Job, *nodes: int) -> None:
@@ -315,7 +315,7 @@ def test_a_node_that_the_scheduler_takes_away_is_drained() -> None:
     notice(job, 1)
     assert turns(job) == {1: 0}
     leaves(job, 1)
-    assert "SIGUSR1" in job.coordinator.deaths[-1].how
+    assert "SIGUSR1" in job.coordinator.losses.all[-1].how
     job.passes(2 * NOTICE_S, job.members, COMMITTED + 20)
     assert job.coordinator.end_for_notices() is None, "the ranks have moved"
 
@@ -366,4 +366,4 @@ def test_a_scheduler_may_take_away_a_node_that_has_spares_only() -> None:
     notice(job, 2)
     job.passes(2 * NOTICE_S, job.members, COMMITTED)
     assert job.coordinator.end_for_notices() is None
-    assert job.coordinator.waiting() == []
+    assert job.waiting == []

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,7 +35,7 @@ class Both:
         self.holder, self.requests = Holder(), list[tuple[str, str, int]]()
         self.values = Values()
         self.server = LeaseServer(
-            listener, self.holder, TOKEN, lambda *request: self.requests.append(request), self.values
+            listener, cast(Any, self.holder), TOKEN, lambda *request: self.requests.append(request), self.values
         )
         self.answer: dict[str, Any] = {"generation": 3, "wind_down": False}
         self.client = self.connect()
@@ -63,7 +63,7 @@ def both() -> Iterator[Both]:
 def test_beats_renew_the_leases_of_those_that_live_and_tell_how_far_they_are(both: Both) -> None:
     both.until(lambda: both.client.is_connected)
     assert both.holder.alive == {4: 7, 5: None}
-    assert both.holder.lease_s == LEASE_S, "a flag of the script, which the coordinator learns from tasks"
+    assert both.holder.membership.lease_s == LEASE_S, "a flag of the script, which the coordinator learns from tasks"
     assert both.client.generation == 3
     assert boot_time_s() < both.client.held_until <= boot_time_s() + LEASE_S
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -31,7 +31,7 @@ class Node:
     def __init__(self, *, is_local: bool = False) -> None:
         self.values, self.lock = Values(), threading.RLock()
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = LeaseServer(listener, Holder(), TOKEN, lambda *request: None, self.values)
+        self.server = LeaseServer(listener, cast(Any, Holder()), TOKEN, lambda *request: None, self.values)
         self.lease = LeaseClient("task 0", listener.getsockname()[:2], 10.0, TOKEN)
         self.relay = Relay(TOKEN, LocalUpstream(self.values) if is_local else self.lease)
         self.clients: list[ValueClient] = []
@@ -221,7 +221,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(node: Node, monkeyp
         assert client.claim(f"claimed {number}", "mine") == "mine"
         node.change(partial(node.values.set, "watched", str(number)))
         assert waits_for(client, "watched", str(number))
-    until(lambda: node.relay.callers == 1)
+    until(lambda: node.relay._server.callers == 1)
 
 
 def test_a_process_without_the_token_gets_nothing_and_harms_nobody(node: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -31,8 +31,10 @@ class Job:
         host, port = listener.getsockname()[:2]
         self.values, self.office = Values(), Office(Term(1, f"{host}:{port}"))
         self.holder = Holder()
-        self.holder.lease_s = LEASE_S
-        self.server = LeaseServer(listener, self.holder, TOKEN, lambda *request: None, self.values, self.office)
+        self.holder.membership.lease_s = LEASE_S
+        self.server = LeaseServer(
+            listener, cast(Any, self.holder), TOKEN, lambda *request: None, self.values, self.office
+        )
         self.clients = [LeaseClient(f"task {number}", (host, port), LEASE_S, TOKEN) for number in range(3)]
         self.received: list[list[str]] = [[], [], []]
         for client, values in zip(self.clients, self.received, strict=True):
@@ -85,7 +87,7 @@ class Job:
 @pytest.fixture
 def job() -> Iterator[Job]:
     new = Job()
-    new.until(lambda: bool(new.server.standby) and all(client.other for client in new.clients))
+    new.until(lambda: bool(new.server.mirror.ready) and all(client.other for client in new.clients))
     assert new.standby._voters == {"task 0", "task 1", "task 2"}
     yield new
     new.close()
@@ -225,11 +227,11 @@ def test_the_standby_of_a_coordinator_that_is_lost_at_the_end_takes_over_alone(j
 def test_a_standby_that_is_dismissed_does_not_take_over(job: Job) -> None:
     job.end()
     job.until(lambda: all(client.stop is not None for client in job.clients))
-    job.server.dismiss_standby()
+    job.server.mirror.dismiss()
     job.until(lambda: job.standby.is_over)
     job.standby.close()
     job.silent.add(job.standby)
-    job.until(lambda: not job.server.has_standby)
+    job.until(lambda: not job.server.mirror.has_caller)
     assert not job.standby.is_elected
 
 
@@ -244,7 +246,7 @@ def test_a_standby_that_joins_after_the_end_holds_up_nobody(job: Job) -> None:
     job.until(lambda: job.office.standby == "")
     place = socket.create_server(("127.0.0.1", 0))
     job.standby = Standby(job.clients[0].address, f"127.0.0.1:{place.getsockname()[1]}", place, TOKEN)
-    job.until(lambda: job.server.has_standby)
+    job.until(lambda: job.server.mirror.has_caller)
     job.silent.clear()
     job.until(lambda: all(client.stop is not None for client in job.clients))
 

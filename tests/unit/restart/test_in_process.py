@@ -162,7 +162,7 @@ def _coordinate() -> int:
             coordinator.stop("a process has ended")
         relay.poll(0.01)
     until = time.monotonic() + 5
-    while time.monotonic() < until and relay.callers:  # The ranks learn that the job is over.
+    while time.monotonic() < until and relay._server.callers:  # The ranks learn that the job is over.
         relay.poll(0.01)
     return coordinator.roster.generation + 1 if coordinator.state is State.DONE else 0
 
