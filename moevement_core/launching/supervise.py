@@ -212,8 +212,7 @@ def supervise(
     """
     argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)
-    if task.late is None:
-        launch.refuse_eviction(argv, spares)
+    launch.refuse_eviction(argv, spares)
     use_file_mode(launch.value_of(argv, FLAG))
     run_dir = launch.run_dir_of(argv)
     record = RunRecord(run_dir) if run_dir is not None else None
@@ -223,15 +222,12 @@ def supervise(
     ask = partial(answer_of, client, newest)
     if served is not None:  # The coordinator serves the figures, because its host outlives all others.
         ask(RequestKind.SET, SERVED, served.encode())
-    ranks, processes, task = int(ask(RequestKind.READ, RANKS) or 0), task.tasks * task.processes, claim(ask, task)
+    ranks, task = int(ask(RequestKind.READ, RANKS) or 0), claim(ask, task)
     client.name = task.name
-    if task.late is None and ranks != processes - spares:
-        raise ConfigError(
-            f"--spares {spares} of {processes} processes ({task.processes} in each of {task.tasks} tasks), but the "
-            f"coordinator waits for {ranks} ranks; give --spares {processes - ranks}"
-        )
+    _check_spares(task, ranks, spares)
     allow_open_files(ranks)
     relay = Relay(own_token(), client)
+    script = KeptScript(argv[0])
     common = {
         **environment,
         **own_token().environment,
@@ -242,52 +238,29 @@ def supervise(
         "OMP_NUM_THREADS": launch.threads(task.processes),
         **launch.gpu_environment(trainer, has_spares=True),
         **variables,
-        **(script := KeptScript(argv[0])).environment,
+        **script.environment,
     }
+    running: _Task | None = None
     with (
         tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
         no_orphans_left(),
         Signals() as signals,
     ):
-        running: _Task | None = None
         try:
             with launch.temporary_files_in(scratch):
                 program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
             signals.check()  # The trainer was imported, and no signal is raised in an import.
-            first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
-
-            places = dict[int, int]()
-
-            def start(member: int, variables: dict[str, str]) -> Child:
-                # A process started in place of an ended one has its local rank, and so its device.
-                replaced = places.get(int(variables.get(REPLACES_ENV, -1)), 0)
-                local = places[member] = member % task.processes if member in task.first else replaced
-                local += first_local
-                own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
-                return Child(f"member_{member}", program, own, None)
-
             # The import may have taken longer than a lease. No process runs yet, so the leases begin only now.
             client.held_until = boot_time_s() + client.lease_s
-
-            def start_standby() -> Child:
-                program = Program(stand_by, (client.address, client.own_host, own_token()))
-                return Child("standby", program, {}, None)
-
-            command = launch.value_of(argv, HEALTH_CHECK)
-            health = None
-            if command is not None:
-                period = launch.value_of(argv, HEALTH_SECONDS)
-                period_s = HEALTH_S if period is None else health_seconds(period)
-                health = HealthCheck(command, os.environ.get(NODE_ENV, socket.gethostname()), period_s=period_s)
             running = _Task(
                 task,
                 client,
-                start,
+                _MemberStarter(task, program, common, int(environment.get("LOCAL_RANK", "0"))).start,
                 relay=relay,
-                start_standby=start_standby,
+                start_standby=partial(_start_standby, client),
                 newest=newest,
                 has_ended=lambda: has_ended(record, (client.address, client.other)),
-                health=health,
+                health=_health_check(argv),
             )
             return running.run(signals)
         except Stopped as stopped:
@@ -300,6 +273,49 @@ def supervise(
             script.close()
             if running is not None:
                 running.end_standby()
+
+
+def _check_spares(task: Task, ranks: int, spares: int) -> None:
+    """Check that the coordinator waits for as many ranks as the tasks that began with the job have.
+
+    Raises:
+        ConfigError: it waits for another number.
+    """
+    processes = task.tasks * task.processes
+    if task.late is None and ranks != processes - spares:
+        raise ConfigError(
+            f"--spares {spares} of {processes} processes ({task.processes} in each of {task.tasks} tasks), but the "
+            f"coordinator waits for {ranks} ranks; give --spares {processes - ranks}"
+        )
+
+
+class _MemberStarter:
+    """Starter of the processes of a task, with the program and the environment that they have in common."""
+
+    def __init__(self, task: Task, program: Program, common: dict[str, str], local_task: int) -> None:
+        self._task, self._program, self._common = task, program, common
+        self._first_local = local_task * task.processes
+        self._places: dict[int, int] = {}
+        """Place of each process among those of the task, by member."""
+
+    def start(self, member: int, variables: dict[str, str]) -> Child:
+        """Start the process of a member. One in place of an ended process has its local rank, and so its device."""
+        replaced = self._places.get(int(variables.get(REPLACES_ENV, -1)), 0)
+        place = self._places[member] = member % self._task.processes if member in self._task.first else replaced
+        own = {"RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(self._first_local + place)}
+        return Child(f"member_{member}", self._program, {**self._common, **variables, **own}, None)
+
+
+def _start_standby(client: LeaseClient) -> Child:
+    return Child("standby", Program(stand_by, (client.address, client.own_host, own_token())), {}, None)
+
+
+def _health_check(argv: list[str]) -> HealthCheck | None:
+    if (command := launch.value_of(argv, HEALTH_CHECK)) is None:
+        return None
+    period = launch.value_of(argv, HEALTH_SECONDS)
+    period_s = HEALTH_S if period is None else health_seconds(period)
+    return HealthCheck(command, os.environ.get(NODE_ENV, socket.gethostname()), period_s=period_s)
 
 
 class _Task:
@@ -333,6 +349,7 @@ class _Task:
         )
 
     def run(self, signals: Signals) -> int:
+        """Supervise the processes until the job has ended; return the exit code of the task."""
         client, looked_at = self._client, -float("inf")
         signals.may_wind_down = True
         while True:
@@ -344,11 +361,7 @@ class _Task:
                 self._is_over = True
                 self._supervisor.end(GRACE_S)
                 return 0
-            client.has_standby = self._standby is not None and self._standby.poll() is None
-            if client.start_standby and client.own_host and not client.has_standby:
-                with suppress(OSError):  # The host has no process or memory left; the coordinator asks again.
-                    self._standby = self._start_standby()
-                    self._supervisor.others = {self._standby.pid}
+            self._look_after_standby()
             if boot_time_s() > client.held_until and time.monotonic() - looked_at > LOOK_S:
                 looked_at = time.monotonic()
                 client.look_for(self._newest())
@@ -356,21 +369,38 @@ class _Task:
                 self._supervisor.wind_down()
             signals.check()
             if signals.asked_by is not None:
-                why = f"{signal.Signals(signals.asked_by).name} to {self._task.name}"
-                if signals.asked_by == NODE_LEAVES and client.generation >= 0:
-                    client.notice(why)
-                    signals.may_wind_down = True
-                else:
-                    client.request("wind_down", why)
-                signals.asked_by = None
+                self._pass_on(signals)
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
-                self._supervisor.end(0.0)
-                if self._has_ended():  # This node was cut off at the end of the job.
-                    return 0
-                print(f"moevement: {self._task.name}: the coordinator cannot be reached", file=sys.stderr, flush=True)
-                _ask_slurm_to_requeue()
-                return 1
+                return self._end_without_coordinator()
             self._pause(POLL_S)
+
+    def _look_after_standby(self) -> None:
+        client = self._client
+        client.has_standby = self._standby is not None and self._standby.poll() is None
+        if client.start_standby and client.own_host and not client.has_standby:
+            with suppress(OSError):  # The host has no process or memory left; the coordinator asks again.
+                self._standby = self._start_standby()
+                self._supervisor.others = {self._standby.pid}
+
+    def _pass_on(self, signals: Signals) -> None:
+        """Tell the coordinator of a signal: the node leaves, or the job is to end at the next boundary."""
+        number, signals.asked_by = signals.asked_by, None
+        assert number is not None
+        why = f"{signal.Signals(number).name} to {self._task.name}"
+        if number == NODE_LEAVES and self._client.generation >= 0:
+            self._client.notice(why)
+            signals.may_wind_down = True
+        else:
+            self._client.request("wind_down", why)
+
+    def _end_without_coordinator(self) -> int:
+        """End all processes, because the coordinator cannot be reached; return the exit code of the task."""
+        self._supervisor.end(0.0)
+        if self._has_ended():  # This node was cut off at the end of the job.
+            return 0
+        print(f"moevement: {self._task.name}: the coordinator cannot be reached", file=sys.stderr, flush=True)
+        _ask_slurm_to_requeue()
+        return 1
 
     def end(self) -> None:
         """End the processes that still run, and close the connection to the coordinator."""
