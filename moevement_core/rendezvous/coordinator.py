@@ -32,7 +32,6 @@ from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     DEPARTING,
-    DRAINED,
     ELASTIC,
     EXIT_CODE,
     GIVEN_UP,
@@ -236,11 +235,13 @@ class Coordinator:
             self.respawns.begins(node)
         elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
             self.respawns.are_lost(node)
+        reports = self._values.reports(DEPARTING.format(self.roster.generation))
+        departure, _, text = reports.get(member, "").partition(";")
         if (notice := self._values.reports(UNUSABLE_DEVICE).get(member)) is not None:
             unusable = UnusableDevice.decode(notice)
             how, noticed_by = self.spares.returned(node, unusable), NoticedBy.DEVICE
             (self.respawns.are_lost if unusable.is_broken and unusable.device else self.respawns.begins)(node)
-        elif info is not None and (text := self._values.reports(DRAINED).get(member)) is not None:
+        elif info is not None and departure == Departure.GIVES_BACK:
             if noticed_by is not NoticedBy.SUPERVISOR:
                 self.respawns.begins(node)
             reason = self.drains.reason_of(info)
@@ -395,12 +396,9 @@ class Coordinator:
     def _see_departures(self) -> None:
         """Read the reports of members that were asked to leave, and lose those that have given their rank back."""
         now = self._clock()
-        for member, departure in self._values.new_reports(DEPARTING.format(self.roster.generation)).items():
+        for member, text in self._values.new_reports(DEPARTING.format(self.roster.generation)).items():
             if member in self.membership.alive:
-                self.drains.departs(member, Departure(departure), now)
-        for member in self._values.new_reports(DRAINED):
-            if member in self.membership.alive:
-                self.drains.gives_back(member, now)
+                self.drains.departs(member, Departure(text.partition(";")[0]), now)
         for member in self.drains.gone(now, self.membership.lease_s, waits=self.state is State.RUNNING):
             self._lose(member, "was drained", NoticedBy.DRAIN)
 

@@ -58,6 +58,8 @@ class Departure(StrEnum):
     """The member copies its state and sends it to a peer."""
     STAYS = "stays"
     """The member trains on, because its peers may leave at this boundary (:attr:`Leave.turn`)."""
+    GIVES_BACK = "gives back"
+    """The member has handed over its state, and waits until the generation is interrupted."""
 
 
 class CommitPace:
@@ -187,11 +189,7 @@ class Drains:
         if departure is Departure.STAYS:
             self._stay.add(member)
         else:
-            self._arrived[member] = now
-
-    def gives_back(self, member: int, now: float) -> None:
-        """Note that a member has given its rank back, and waits until the generation is interrupted."""
-        self._given_back[member] = now
+            (self._arrived if departure is Departure.HANDS_OVER else self._given_back)[member] = now
 
     def gone(self, now: float, lease_s: float, *, waits: bool) -> list[int]:
         """Return the members that have given their rank back, once no other member of their group is waited for.

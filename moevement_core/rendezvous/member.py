@@ -11,7 +11,6 @@ from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     DEPARTING,
-    DRAINED,
     FINISHED,
     GIVEN_UP,
     JOINED,
@@ -146,20 +145,17 @@ class Member:
         """Report that this member cannot use its device; a spare takes its rank. The caller then ends the process."""
         self._values.report(f"{UNUSABLE_DEVICE}/{self._info.member}", notice.encode())
 
-    def report_departure(self, departure: Departure) -> None:
-        """Report what this member does at the boundary at which it was asked to leave."""
-        self._report(DEPARTING, departure)
+    def report_departure(self, departure: Departure, text: str = "") -> None:
+        """Report what this member does at the boundary at which it was asked to leave.
 
-    def report_drained(self, text: str) -> None:
-        """Report that this member gives its rank back, as it was asked to.
-
-        The caller then waits until the coordinator interrupts the generation, and ends the process. Until then, other
-        ranks of its node may hand over their state.
+        A caller that gives the rank back then waits until the coordinator interrupts the generation, and ends the
+        process. Until then, other ranks of its node may hand over their state.
 
         Args:
-            text: description of the end, for log lines.
+            departure: what the member does.
+            text: description of the end of a member that gives its rank back, for log lines.
         """
-        self._values.report(f"{DRAINED}/{self._info.member}", text)
+        self._report(DEPARTING, f"{departure};{text}")
 
     def finished(self) -> None:
         """Report that this rank has reached the end of training."""

@@ -31,6 +31,7 @@ from moevement_core.comms import transport
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.rendezvous.devices import identity, place_of
+from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.interruption import GenerationStore, is_interrupted
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
@@ -308,7 +309,7 @@ class _Restarts:
         """
         _end_after(REPORT_S + self._training.watching.hang_s * MOST_OF_A_DEPARTURE, DRAINED)
         with guard.atomic():
-            self._member.report_drained(text)
+            self._member.report_departure(Departure.GIVES_BACK, text)
             while not now.is_interrupted():
                 time.sleep(ASK_S)
             _end_now(DRAINED)

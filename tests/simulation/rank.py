@@ -17,6 +17,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 
 from moevement_core.comms.token import Token
 from moevement_core.errors import JobStopped
+from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.interruption import GenerationStore, is_interrupted
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import BLOCKS, MemberInfo
@@ -203,7 +204,7 @@ class RankProcess(Process):
                 task.raise_pending()
                 task.atomic += 1
                 try:
-                    member.report_drained(str(leaves))
+                    member.report_departure(Departure.GIVES_BACK, str(leaves))
                     deadline = self.world.now + LEASES_TO_DEPART * self.scenario.lease_s
                     while self.world.now < deadline and not self.generation.is_interrupted():
                         self.world.sleep(NOTICED_S / 4)

@@ -52,7 +52,7 @@ def ask(job: Job, **targets: str) -> set[str]:
 
 def leaves(job: Job, member: int) -> None:
     """Let a member give its rank back, and all others leave the interrupted generation."""
-    job.members[member].report_drained("rank 0 keeps its state")
+    job.members[member].report_departure(Departure.GIVES_BACK, "rank 0 keeps its state")
     job.coordinator.step()
     job.leave(
         *(other for other in job.coordinator.roster.ranks.values() if other != member), committed=COMMITTED + AHEAD
@@ -139,7 +139,7 @@ def departing(turn: int = 0) -> Job:
     ask(job, n0="test")
     assert turns(job) == {0: 0, 1: 1, 2: 2}
     job.members[turn].report_departure(Departure.HANDS_OVER)
-    job.members[turn].report_drained("rank 3 keeps its state")
+    job.members[turn].report_departure(Departure.GIVES_BACK, "rank 3 keeps its state")
     job.coordinator.step()
     return job
 
@@ -156,7 +156,7 @@ def test_the_job_forms_once_when_all_ranks_of_a_node_have_handed_over_their_stat
     for member in (1, 2):
         job.passes(5.0, job.members, COMMITTED)  # longer than a rank that has not arrived is waited for
         assert not is_interrupted(job)
-        job.members[member].report_drained("rank 3 keeps its state")
+        job.members[member].report_departure(Departure.GIVES_BACK, "rank 3 keeps its state")
     assert is_interrupted(job)
     job.leave(3, committed=COMMITTED + AHEAD)
     assert job.coordinator.roster.ranks == {0: 4, 1: 5, 2: 6, 3: 3}
@@ -206,7 +206,7 @@ def test_a_request_that_is_taken_back_waits_for_ranks_that_hand_over_already() -
     job.members[1].report_departure(Departure.HANDS_OVER)
     ask(job)
     assert not is_interrupted(job)
-    job.members[1].report_drained("rank 3 keeps its state")
+    job.members[1].report_departure(Departure.GIVES_BACK, "rank 3 keeps its state")
     assert is_interrupted(job)
     assert job.coordinator.membership.alive.keys() == {2, 3, 4, 5, 6}
 
@@ -356,7 +356,7 @@ def test_a_rank_may_stay_for_its_turn_more_than_once() -> None:
     train(job, COMMITTED + 30)
     assert turns(job, COMMITTED + 30) == {1: 0, 2: 1}
     job.members[1].report_departure(Departure.HANDS_OVER)
-    job.members[1].report_drained("rank 3 keeps its state")
+    job.members[1].report_departure(Departure.GIVES_BACK, "rank 3 keeps its state")
     job.members[2].report_departure(Departure.STAYS)
     assert is_interrupted(job)
 
