@@ -56,9 +56,8 @@ class Holder:
     def renew(self, members: Mapping[int, int | None]) -> None:
         self.alive.update(members)
 
-    def died(self, member: int, pid: int, how: str) -> int | None:
+    def died(self, member: int, pid: int, how: str) -> None:
         self.dead.append((member, pid, how))
-        return None
 
     def node_health(self, supervisor: str, members: Iterable[int], reason: str, *, is_leaving: bool = False) -> None:
         self.unhealthy[supervisor] = reason

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.comms.token import HOW, Token, given_token
-from moevement_core.errors import ConfigError, RunRecordError
-from moevement_core.launching.job_file import JobFile, JobOutcome, coordinator_of, stopped_by
+from moevement_core.errors import ConfigError
+from moevement_core.launching.job_file import JobFile, JobOutcome, coordinator_of, entry_of, stopped_by
 from moevement_core.launching.limits import CONNECTIONS_TO_A_STORE, allow_open_files
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
@@ -157,9 +157,7 @@ class CoordinatorPlace:
 
 def _code_of(record: RunRecord | None) -> int:
     """Return the exit code of a job that another coordinator has ended, from ``job.json``; 1 if it is not known."""
-    job = None
-    with suppress(RunRecordError):
-        job = record.job() if record is not None else None
+    job = entry_of(record)
     return 1 if job is None or job.code is None else job.code
 
 

@@ -68,8 +68,7 @@ class JobFile:
         with suppress(OSError):  # The code that needs the folder reports that it cannot be made.
             make_folder(self._record.folder)
             self._has_begun = True
-            with suppress(RunRecordError):
-                self._earlier = self._record.job()
+            self._earlier = entry_of(self._record)
             self._lines_before = self._size_of_metrics()
             self._record.write_job(self._entry)
 
@@ -120,22 +119,25 @@ class JobFile:
         return path.stat().st_size if path.exists() else 0
 
 
+def entry_of(record: RunRecord | None) -> JobEntry | None:
+    """Return the content of ``job.json``; None if there is none, or it cannot be read."""
+    with suppress(RunRecordError):
+        return record.job() if record is not None else None
+    return None
+
+
 def coordinator_of(record: RunRecord | None) -> tuple[str, int] | None:
     """Return the address in ``job.json`` of the coordinator of the job that runs; None if no job runs there.
 
     On a node that joins late, or was cut off, ``MOEVEMENT_STORE`` may be the address of a coordinator that is lost.
     """
-    job = None
-    with suppress(RunRecordError):
-        job = record.job() if record is not None else None
+    job = entry_of(record)
     return address_of(job.address) if job is not None and job.ended_at is None and job.address else None
 
 
 def has_ended(record: RunRecord | None, coordinators: Collection[tuple[str, int] | None]) -> bool:
     """Return True if ``job.json`` says that a job has ended whose last coordinator had one of these addresses."""
-    job = None
-    with suppress(RunRecordError):
-        job = record.job() if record is not None else None
+    job = entry_of(record)
     if job is None or job.ended_at is None or not job.address:
         return False
     return address_of(job.address) in coordinators

@@ -7,11 +7,9 @@ import shutil
 import socket
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 from moevement_core.comms.token import Token
-from moevement_core.errors import RunRecordError
 from moevement_core.launching.coordinate import (
     OPTIONS,
     Coordination,
@@ -19,7 +17,7 @@ from moevement_core.launching.coordinate import (
     report,
     run_coordinator,
 )
-from moevement_core.launching.job_file import JobFile, JobOutcome
+from moevement_core.launching.job_file import JobFile, JobOutcome, entry_of
 from moevement_core.launching.signals import Signals
 from moevement_core.rendezvous.coordinator_loop import LEASES_ALONE, POLL_S
 from moevement_core.rendezvous.standby import Standby
@@ -83,10 +81,7 @@ def _end_allocation() -> None:
 def _continued(record: RunRecord | None, options: Coordination) -> JobEntry:
     """Return the entry of ``job.json`` for a job that this process continues."""
     own = JobEntry.of_this_process(options.command, options.ranks, None)
-    before = None
-    with suppress(RunRecordError):
-        before = record.job() if record is not None else None
-    if before is None:
+    if (before := entry_of(record)) is None:
         return own
     return replace(
         before, host=own.host, pid=own.pid, machine=own.machine, started=own.started, standby="", ended_at=None,

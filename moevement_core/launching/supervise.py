@@ -252,16 +252,11 @@ def supervise(
             signals.check()  # The trainer was imported, and no signal is raised in an import.
             # The import may have taken longer than a lease. No process runs yet, so the leases begin only now.
             client.held_until = boot_time_s() + client.lease_s
+            starter = _MemberStarter(task, program, common, int(environment.get("LOCAL_RANK", "0")))
             running = _Task(
-                task,
-                client,
-                _MemberStarter(task, program, common, int(environment.get("LOCAL_RANK", "0"))).start,
-                relay=relay,
-                start_standby=partial(_start_standby, client),
-                newest=newest,
-                has_ended=lambda: has_ended(record, (client.address, client.other)),
-                health=_health_check(argv),
-            )
+                task, client, starter.start, relay=relay, start_standby=partial(_start_standby, client), newest=newest,
+                has_ended=lambda: has_ended(record, (client.address, client.other)), health=_health_check(argv),
+            )  # fmt: skip
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
@@ -276,11 +271,7 @@ def supervise(
 
 
 def _check_spares(task: Task, ranks: int, spares: int) -> None:
-    """Check that the coordinator waits for as many ranks as the tasks that began with the job have.
-
-    Raises:
-        ConfigError: it waits for another number.
-    """
+    """Check that the coordinator waits for as many ranks as the tasks that began with the job have."""
     processes = task.tasks * task.processes
     if task.late is None and ranks != processes - spares:
         raise ConfigError(
@@ -339,14 +330,9 @@ class _Task:
         self._is_over = False
         later = task.later()
         self._supervisor = Supervisor(
-            first=task.first,
-            start=start,
-            next_member=lambda: next(later),
-            link=client,
-            on_end=self._on_end,
-            on_replaced=self._on_replaced,
-            pause=self._pause,
-        )
+            first=task.first, start=start, next_member=lambda: next(later), link=client, on_end=self._on_end,
+            on_replaced=self._on_replaced, pause=self._pause,
+        )  # fmt: skip
 
     def run(self, signals: Signals) -> int:
         """Supervise the processes until the job has ended; return the exit code of the task."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from moevement_core import log
 from moevement_core.launching.children import Child, end_all
@@ -49,7 +49,7 @@ class Link(Protocol):
     def leaves(self) -> Mapping[int, Leave]:
         """Members that are to give their rank back."""
 
-    def died(self, member: int, pid: int, how: str) -> Any:
+    def died(self, member: int, pid: int, how: str) -> None:
         """Report that the process of a member has ended.
 
         Args:
@@ -92,9 +92,9 @@ class LocalLink:
         """Members that are to give their rank back."""
         return self._coordinator.drains.leaves
 
-    def died(self, member: int, pid: int, how: str) -> int | None:
-        """Report the end of a process to the coordinator; return the rank of the process, None for a spare."""
-        return self._coordinator.died(member, pid, how)
+    def died(self, member: int, pid: int, how: str) -> None:
+        """Report the end of a process to the coordinator."""
+        self._coordinator.died(member, pid, how)
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
         """Renew the leases of the members in ``alive``."""

@@ -51,11 +51,7 @@ class Blocks:
             self.size = max(fitting, default=sizes[0])
 
     def wait_for_starts(
-        self,
-        missing: Sequence[int],
-        nodes: Mapping[int, str],
-        before: Mapping[int, str],
-        is_starting: Callable[[str], bool],
+        self, missing: Sequence[int], nodes: Mapping[int, str], before: Mapping[int, str], starts: Callable[[str], bool]
     ) -> None:
         """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
 
@@ -65,10 +61,10 @@ class Blocks:
             missing: the failed ranks.
             nodes: node that each rank gets if the job does not wait.
             before: node of each rank when the job was last formed.
-            is_starting: returns True for a node on which a process that may get a rank is expected to start.
+            starts: returns True for a node on which a process that may get a rank is expected to start.
         """
         new = split_blocks(nodes, self.size) - split_blocks(before, self.size)
-        expected = {node for rank in missing if rank // self.size in new and is_starting(node := before[rank])}
+        expected = {node for rank in missing if rank // self.size in new and starts(node := before[rank])}
         if expected and not self.waits:
             where = ", ".join(sorted(expected))
             self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")

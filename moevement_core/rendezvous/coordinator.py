@@ -214,7 +214,7 @@ class Coordinator:
                 self._attempts.committed(committed)
                 self.drains.pace.committed(committed, self._clock())
 
-    def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> int | None:
+    def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> None:
         """Record the death of a member, and interrupt its generation if it had a rank.
 
         Args:
@@ -222,12 +222,9 @@ class Coordinator:
             pid: its process id.
             how: description of its end, for log lines.
             noticed_by: way in which the death was noticed.
-
-        Returns:
-            The rank that the member had; None if it had none, or its death was recorded before.
         """
         if member in self.membership.dead:
-            return None  # The member was given up before its process ended.
+            return  # The member was given up before its process ended.
         info = self.membership.alive.get(member)
         node = info.node if info is not None else ""
         is_stopped = noticed_by is NoticedBy.LEASE and self.membership.hears(node, but=member)
@@ -257,7 +254,6 @@ class Coordinator:
             self._interrupt(rank)
             self._interrupted()
             self._form_at = self._short_since = None  # A replacement only starts now, so waiting begins anew.
-        return rank
 
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if flags and script have proved correct, so that an error of ``member`` need not end the job.
@@ -336,7 +332,7 @@ class Coordinator:
             return
         if self.roster.generation >= 0:
             self.drains.update(self.roster, self.membership.alive)
-        if self._all_finished():
+        if self._entered.generation == self.roster.generation >= 0 and self._entered.all_finished():
             self.state = State.DONE
             self._values.set(STOP, "")
         elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):
@@ -389,10 +385,6 @@ class Coordinator:
             self._interrupt(self.roster.rank_of(min(self._entered.left)) or 0)
         return bool(self._entered.left)
 
-    def _all_finished(self) -> bool:
-        entered = self._entered
-        return entered.generation >= 0 and entered.generation == self.roster.generation and entered.all_finished()
-
     def _see_departures(self) -> None:
         """Read the reports of members that were asked to leave, and lose those that have given their rank back."""
         now = self._clock()
@@ -440,7 +432,7 @@ class Coordinator:
             avoided = self.spares.avoided_nodes | self.drains.nodes.keys()
             self.blocks.wait_for_starts(
                 missing, nodes, self.roster.nodes,
-                is_starting=lambda node: node not in avoided and self.respawns.is_expected(node),
+                starts=lambda node: node not in avoided and self.respawns.is_expected(node),
             )  # fmt: skip
         if not self.blocks.waits:
             self._propose(ranks, len(spares) - len(missing))
@@ -631,15 +623,12 @@ class Coordinator:
             self._values.set(START, f"{generation} go")
             self.state = State.RUNNING
             self._generation_keys.trains(generation)
-        elif self._clock() - self._proposed_at > self._acknowledge_s:
+            return
+        has_devices = any(self.membership.alive[member].devices for member in members)
+        acknowledge_s = LEASES_TO_LEAVE * self.membership.lease_s + (CHECK_S if has_devices else 0.0)
+        if self._clock() - self._proposed_at > acknowledge_s:
             for member in members - self._acknowledged:
                 self._lose(member, "did not acknowledge the roster in time", NoticedBy.TIMEOUT)
-
-    @property
-    def _acknowledge_s(self) -> float:
-        """Longest time in seconds for a process to check its device and acknowledge the roster that gives it a rank."""
-        has_devices = any(self.membership.alive[member].devices for member in self.roster.ranks.values())
-        return LEASES_TO_LEAVE * self.membership.lease_s + (CHECK_S if has_devices else 0.0)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:

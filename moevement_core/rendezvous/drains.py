@@ -122,14 +122,13 @@ class Drains:
         return set() if self.is_over or self.has_no_other else set(self.nodes)
 
     def request(self, asked: Mapping[str, DrainRequest]) -> set[str]:
-        """Take in the requests of the user that stand now.
+        """Take in the requests of the user that stand now; return those targets that the caller has to remove.
+
+        The request for such a target is carried out, or cannot be.
 
         Args:
             asked: requests by target: the name of a node, or the number of a rank, with or without :data:`RANK`. A
                 target that is missing here is no longer drained.
-
-        Returns:
-            Targets whose request is carried out, or cannot be. The caller removes these requests.
         """
         self._requests = dict(asked)
         done, self._done = self._done, set()

@@ -60,15 +60,10 @@ class Entered:
         return [member for member in survivors if member in self.members and member not in self.left]
 
     def late(self, inside: Iterable[int], now: float, leave_s: float) -> list[int]:
-        """Return the members that take too long to leave.
+        """Return the members that have not left after ``leave_s`` seconds; ``now`` is the value of the clock.
 
         Leaving has phases, such as the abort of communicators. A member that takes long reports each phase that it
         reaches, and its timeout then begins anew.
-
-        Args:
-            inside: members that have not left.
-            now: value of the monotonic clock in seconds.
-            leave_s: timeout in seconds.
         """
         late = []
         for member in inside:

@@ -9,13 +9,7 @@ from moevement_core.rendezvous.values import Values
 
 
 def publish(values: Values, roster: Roster, members: Iterable[int]) -> None:
-    """Set the values of a new roster.
-
-    Args:
-        values: values of the job.
-        roster: roster with the entries of all ranks.
-        members: all members that live; those without a rank read a shard, too.
-    """
+    """Set the values of a new roster. All ``members`` that live read a shard, even those without a rank."""
     generation, (head, shards) = roster.generation, roster.divided()
     values.set(SHARDS, f"{generation} {','.join(map(str, sorted(shards)))}")
     for number in {member // MEMBERS_IN_SHARD for member in members}:

@@ -158,7 +158,8 @@ def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(value
     job = Job(values, 3, 4)
     for number in range(3):
         job.rank_of(number)
-    assert job.coordinator.died(1, 1001, KILLED) == 1
+    job.coordinator.died(1, 1001, KILLED)
+    assert job.coordinator.losses.all[-1].rank == 1
     job.leave(0)
     assert job.coordinator.state is State.FORMING, "rank 2 has not stopped yet"
     job.leave(2)
@@ -171,7 +172,8 @@ def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(value
 
 def test_a_spare_that_dies_interrupts_nobody_and_is_not_chosen(values: Values) -> None:
     job = Job(values, 2, 4)
-    assert job.coordinator.died(2, 1002, KILLED) is None
+    job.coordinator.died(2, 1002, KILLED)
+    assert job.coordinator.losses.all[-1].rank is None
     assert job.coordinator.state is State.RUNNING
     job.coordinator.died(0, 1000, "ended with 1")
     job.leave(1)
@@ -314,7 +316,8 @@ def test_a_rank_whose_lease_ends_is_replaced_and_its_supervisor_learns_of_it(val
     assert re.search(r"\b10 s\b", death.how)
     assert 9.9 < death.at - death.last_seen < 10.5
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
-    assert job.coordinator.died(1, 1001, KILLED) is None, "its supervisor has ended it"
+    job.coordinator.died(1, 1001, KILLED)
+    assert job.coordinator.losses.all == [death], "its supervisor has ended it"
     with pytest.raises(JobStopped, match=re.escape(death.how)):
         job.members[1].wait_for_rank()
 
@@ -381,7 +384,9 @@ def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(values: Val
     job.settle()
     assert job.coordinator.given_up == {0}
     assert job.coordinator.roster.ranks == {0: 2, 1: 3}
-    assert job.coordinator.died(0, 1000, "ended with 1") is None
+    before = len(job.coordinator.losses.all)
+    job.coordinator.died(0, 1000, "ended with 1")
+    assert len(job.coordinator.losses.all) == before
     assert job.coordinator.state is State.RUNNING
 
 
