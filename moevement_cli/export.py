@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
@@ -20,6 +21,24 @@ DROPPED = frozenset({
     "--moevement-inject-corruption", "--moevement-inject-mtbf", "--moevement-inject-trace", "--moevement-wipe-at",
 })  # fmt: skip
 """Flags of the job that an export leaves out: it writes to no folder of the job, and trains nothing."""
+SIZES = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+}
+"""Megatron's flags of a layout that take a size, by the name of the setting in a window."""
+SWITCHES = {"sequence_parallel": "--sequence-parallel", "use_distributed_optimizer": "--use-distributed-optimizer"}
+"""Megatron's flags of a layout that take no value, by the name of the setting in a window."""
+VOCABULARY = "--make-vocab-size-divisible-by"
+OF_LAYOUT = frozenset({
+    *SIZES.values(), *SWITCHES.values(), VOCABULARY, "--num-layers-per-virtual-pipeline-stage", "--overlap-grad-reduce",
+    "--overlap-param-gather", "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler",
+    "--no-load-optim", "--no-load-rng", "--finetune",
+})  # fmt: skip
+"""Flags that a job of another layout may have, in place of those with which the window was written."""
 EXPORT, RESHARDABLE = "--moevement-export", "--dist-ckpt-optim-fully-reshardable"
 
 
@@ -27,9 +46,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement export``."""
     parser.description = (
         "Turn a window in DIR into a dense checkpoint, which Megatron loads with --load under any layout. SCRIPT and "
-        "its arguments are those of the job that wrote the window. The command starts as many ranks as that job had, "
-        "on this host, restores the window, saves, and ends. On several hosts, add --moevement-load DIR, "
-        "--save OUT and --moevement-export to the job itself."
+        "its arguments are those of the job that wrote the window, or of the job that is to load the result: the "
+        "layout comes from the window. The command starts as many ranks as the window has, on this host, restores the "
+        "window, saves, and ends. On several hosts, add --moevement-load DIR, --save OUT and --moevement-export to the "
+        "job itself."
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="a folder of --moevement-persist-dir")
     parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="folder for the dense checkpoint")
@@ -51,22 +71,39 @@ def run(arguments: argparse.Namespace) -> int:
 
     NOT_NEGATIVE.check("--iteration", arguments.iteration)
     window = _window(arguments.folder, arguments.iteration)
-    ranks = window.settings.get("world_size")
-    if not isinstance(ranks, int):
+    settings = window.settings
+    ranks = settings.get("world_size")
+    if not isinstance(ranks, int) or not settings.keys() >= SIZES.keys():
         raise ConfigError(
             f"{arguments.folder}: {window.name} does not say how many ranks wrote it; export windows of Megatron's "
             "trainer, and save the state of your own trainer by its own means"
         )
-    words = list(without(config_file.expand(arguments.arguments), DROPPED))
+    words = list(without(config_file.expand(arguments.arguments), DROPPED | OF_LAYOUT))
     words += [
-        *(() if SWITCH in words else (SWITCH,)), "--moevement-load", str(arguments.folder),
+        *layout_of(settings), *(() if SWITCH in words else (SWITCH,)), "--moevement-load", str(arguments.folder),
         "--moevement-load-iteration", str(window.reaches), "--save", str(arguments.to),
         "--save-interval", "1000000000", EXPORT,
     ]  # fmt: skip
-    if window.settings.get("use_distributed_optimizer") and RESHARDABLE not in words:
+    if settings.get("use_distributed_optimizer") and RESHARDABLE not in words:
         words.append(RESHARDABLE)  # Otherwise only jobs with the same model-parallel sizes could load the optimizer.
     print(f"moevement: exporting iteration {window.reaches} with {ranks} ranks", flush=True)
     return main(["launch", "--nproc", str(ranks), arguments.script, *words])
+
+
+def layout_of(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of the command line that give a job the layout of a window.
+
+    Args:
+        settings: settings of the window (:attr:`Manifest.settings`).
+    """
+    for name, flag in SIZES.items():
+        if settings[name] is not None:
+            yield from (flag, str(settings[name]))
+    for name, flag in SWITCHES.items():
+        if settings.get(name):
+            yield flag
+    if (rows := settings.get("padded_vocab_size")) is not None:  # Megatron pads to a multiple of this number, times TP
+        yield from (VOCABULARY, str(rows // settings["tensor_model_parallel_size"]))
 
 
 def _window(folder: Path, iteration: int | None) -> Manifest:

@@ -241,5 +241,6 @@ def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Ma
         raise ConfigError(
             f"--moevement-load {place.path}: {manifest.name} is of a job with other settings ({differences}); a "
             "replay would not repeat the lost iterations. Load the window with the same flags, or turn it into a dense "
-            "checkpoint (moevement export), which loads under another layout (--load)"
+            f"checkpoint, which loads under another layout: moevement export {place.path} --to DIR SCRIPT ARGS, and "
+            "then --load DIR"
         )

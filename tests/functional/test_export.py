@@ -63,8 +63,11 @@ def test_a_window_becomes_a_dense_checkpoint_that_another_layout_loads(tmp_path:
         "--moevement-keep-windows", "9", "--save", str(dense), "--save-interval", str(REACHED),
     ))  # fmt: skip
     assert code == 0, printed + errors
-    # The job's own flags for its folders are left out.
-    flags_of_job = [*words, "--run-dir", str(tmp_path / "run"), "--moevement-persist-dir", str(windows)]
+    # Flags of the job that loads the result do as well. The flags of folders are left out.
+    flags_of_job = [
+        str(SCRIPT), *flags(train_iters=REACHED + 1, **OTHER), *sparse, "--run-dir", str(tmp_path / "run"),
+        "--moevement-persist-dir", str(windows),
+    ]  # fmt: skip
     asked = [str(windows), "--to", str(out), "--iteration", str(REACHED), *flags_of_job]
     export = subprocess.run(
         [sys.executable, "-m", "moevement_cli.main", "export", *asked],
