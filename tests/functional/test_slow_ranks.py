@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -66,10 +67,49 @@ def test_a_slow_process_is_named_and_its_rank_moves_to_a_spare(tmp_path: Path) -
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "run")]) == 0
 
 
+class Throttle:
+    """Limit on the processor time of one process, by a control group of version 1, which this class makes."""
+
+    ROOT = Path("/sys/fs/cgroup/cpu")
+    PERIOD_US = 10_000
+
+    def __init__(self, pid: int, share: float) -> None:
+        self._folder = self.ROOT / f"moevement-{os.getpid()}"
+        self._folder.mkdir()
+        (self._folder / "cpu.cfs_period_us").write_text(str(self.PERIOD_US))
+        (self._folder / "cpu.cfs_quota_us").write_text(str(int(self.PERIOD_US * share)))
+        (self._folder / "cgroup.procs").write_text(str(pid))
+
+    def end(self) -> None:
+        for pid in (self._folder / "cgroup.procs").read_text().split():
+            (self.ROOT / "cgroup.procs").write_text(pid)
+        self._folder.rmdir()
+
+
+class Loop:
+    """Process that shares the processor of rank 1 with it, in an endless loop."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        os.sched_setaffinity(self._process.pid, {1})
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def pid_of_rank_1(record: RunRecord) -> int:
+    ranks = json.loads((record.folder / "ranks.json").read_text(encoding="utf-8"))
+    return int(next(entry["pid"] for entry in ranks if entry["rank"] == 1))
+
+
 @pytest.mark.full
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a processor for each rank")
-def test_a_rank_whose_processor_is_shared_is_named(tmp_path: Path) -> None:
-    """Pin each rank to a processor of its own, and let an endless loop share that of rank 1."""
+@pytest.mark.parametrize("by", ["shared", "throttled"])
+def test_a_rank_without_a_processor_of_its_own_is_named(by: str, tmp_path: Path) -> None:
+    """Pin each rank to a processor; then let an endless loop share that of rank 1, or limit it by a control group."""
+    if by == "throttled" and not os.access(Throttle.ROOT / "cgroup.procs", os.W_OK):
+        pytest.skip("needs a writable control group of version 1 for processors")
     script = tmp_path / "pinned.py"
     script.write_text(
         f"import os, sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport train\n"
@@ -78,20 +118,18 @@ def test_a_rank_whose_processor_is_shared_is_named(tmp_path: Path) -> None:
     job = launch(
         "--nproc", "2", "--trainer", "torch", str(script), "--iterations", "4000", "--run-dir", str(tmp_path / "run"),
     )  # fmt: skip
-    record, loops = RunRecord(tmp_path / "run"), list[subprocess.Popen[bytes]]()
+    record, disturbance = RunRecord(tmp_path / "run"), None
     try:
         deadline = time.monotonic() + 120
         while job.poll() is None and not any(event["event"] == "slow" for event in record.events()):
             assert time.monotonic() < deadline
             iteration = (record.newest_metric() or {"iteration": 0})["iteration"]
-            if iteration > 100 and not loops:
-                loops.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-                os.sched_setaffinity(loops[0].pid, {1})
+            if iteration > 100 and disturbance is None:
+                disturbance = Loop() if by == "shared" else Throttle(pid_of_rank_1(record), share=0.4)
             time.sleep(0.1)
     finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+        if disturbance is not None:
+            disturbance.end()
         if job.poll() is None:
             job.terminate()
         finished(job)

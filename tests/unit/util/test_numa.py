@@ -17,6 +17,7 @@ from moevement_core import log
 from moevement_core.device import CpuDevice, CudaDevice, current_device
 from moevement_core.saving.identity import JobNames
 from moevement_core.session import build
+from moevement_core.trainer.config import SessionConfig
 from moevement_core.util.numa import NumaNode, bind_to_device, node_of
 
 FIRST, SECOND, NOWHERE = "0000:1b:00.0", "0001:c3:00.0", "0000:ff:00.0"
@@ -154,8 +155,7 @@ def test_a_session_binds_before_it_has_threads_and_memory(monkeypatch: pytest.Mo
     bound: list[str] = []
     monkeypatch.setattr(build, "bind_to_device", lambda device: bound.append(device.kind))
     monkeypatch.setattr(build, "connect", begun)
-    config: Any = SimpleNamespace(drill=SimpleNamespace(wipe_at=(), flips=()), timeouts=SimpleNamespace(peer_s=1.0))
     binding: Any = None
     with pytest.raises(Reached):
-        build.build_session(binding, config, JobNames(""))
+        build.build_session(binding, SessionConfig(), JobNames(""))
     assert bound == [current_device().kind]
