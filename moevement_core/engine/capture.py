@@ -133,8 +133,7 @@ class Capturer:
             self._done(held, Snapshot(header, buffer))
 
         def failed() -> None:
-            self._own.free([iteration])
-            self._own.end_use(held)
+            self._own.end_use(held, has_failed=True)
 
         count = len(layout.placed)
         self.last = self._engine.start(pairs[count:], pairs[:count], everything, captured, failed)

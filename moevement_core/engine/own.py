@@ -92,9 +92,18 @@ class OwnSnapshots:
             held.users += 1
             return held.snapshot
 
-    def end_use(self, held: HeldBuffer) -> None:
-        """Unregister a user of the buffer. Release the buffer if the snapshot is freed and this was the last user."""
+    def end_use(self, held: HeldBuffer, *, has_failed: bool = False) -> None:
+        """Unregister a user of the buffer. Release the buffer if the snapshot is freed and this was the last user.
+
+        Args:
+            held: the buffer.
+            has_failed: True if the user was the snapshot's capture, and has failed. The snapshot is then freed, unless
+                the training thread has freed it already.
+        """
         with self._lock:
+            if has_failed and not held.freed:
+                del self._held[held.iteration]
+                held.freed = True
             held.users -= 1
             if held.freed and held.users == 0:
                 self._read.discard(held)
@@ -162,7 +171,7 @@ class OwnSnapshots:
     def undelivered(self, snapshot: Snapshot) -> None:
         """Record that a peer will never have ``snapshot``."""
         with self._lock:
-            if held := self._held.get(snapshot.iteration):
+            if (held := self._held.get(snapshot.iteration)) and held.holds(snapshot):
                 held.undeliverable = True
 
     @property

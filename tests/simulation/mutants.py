@@ -159,7 +159,7 @@ def copies_at_home() -> list[Patch]:
 def pages_are_lost() -> list[Patch]:
     """Never return the memory of a snapshot that is freed while it is read."""
 
-    def end_use(self: OwnSnapshots, held: Any) -> None:
+    def end_use(self: OwnSnapshots, held: Any, *, has_failed: bool = False) -> None:
         held.users -= 1
         self._read.discard(held)
 
