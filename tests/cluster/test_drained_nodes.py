@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moevement_cli.main import main
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import send
 from tests.cluster.training import PP2_EP2, Training, assert_undisturbed, train
+from tests.training import ROOT
 
 FLAGS: dict[str, Any] = {**PP2_EP2, "train_iters": 5000, "moevement_lease_seconds": 5.0}
 
@@ -92,5 +94,23 @@ def test_a_node_whose_health_check_fails_drains_itself(cluster: Cluster, tmp_pat
     (tmp_path / "ill-n3").touch()
     training.wait_for_event("failure", 2)
     assert training.ranks_on("n2") == [2, 3]
+    training.end()
+    assert_undisturbed(training, **FLAGS)
+
+
+@pytest.mark.full
+def test_a_node_that_slurm_drains_gives_its_ranks_away(cluster: Cluster, tmp_path: Path) -> None:
+    """Drain a node in Slurm, which leaves its jobs alone, and resume it; the job follows by the command of the page."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    check = re.search(r"--moevement-health-check '(! sinfo .*)'", page)
+    assert check is not None
+    training = train(cluster, tmp_path, **FLAGS, moevement_health_check=check[1], moevement_health_seconds=1.0)
+    training.wait_for_iteration(6)
+    cluster.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=fan")
+    failure = training.wait_for_event("failure")[0]
+    assert "fan" in failure["failures"][0]
+    assert (training.ranks_on("n3"), failure["recovery"]["replayed"]) == ([2, 3], 0)
+    cluster.slurm("scontrol", "update", "nodename=n2", "state=resume")
+    training.wait_for_spares(2)
     training.end()
     assert_undisturbed(training, **FLAGS)
