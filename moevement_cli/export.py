@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ DROPPED = frozenset({
     "--moevement-metrics-port", "--moevement-elastic", "--tensorboard-dir", "--load", "--ckpt-step",
     "--moevement-audit-interval", "--moevement-audit-memory", "--moevement-inject", "--moevement-inject-flip",
     "--moevement-inject-corruption", "--moevement-inject-mtbf", "--moevement-inject-trace", "--moevement-wipe-at",
+    "--moevement-rollback-on-spike", "--moevement-rollback-by",
 })  # fmt: skip
 """Flags of the job that an export leaves out: it writes to no folder of the job, and trains nothing."""
 SIZES = {
@@ -87,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.get("use_distributed_optimizer") and RESHARDABLE not in words:
         words.append(RESHARDABLE)  # Otherwise only jobs with the same model-parallel sizes could load the optimizer.
     print(f"moevement: exporting iteration {window.reaches} with {ranks} ranks", flush=True)
-    return main(["launch", "--nproc", str(ranks), arguments.script, *words])
+    with tempfile.TemporaryDirectory() as scratch:  # Some strategies need a folder for windows; none is written.
+        words += ["--moevement-persist-dir", scratch]
+        return main(["launch", "--nproc", str(ranks), arguments.script, *words])
 
 
 def layout_of(settings: Mapping[str, Any]) -> Iterator[str]:

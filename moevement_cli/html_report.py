@@ -126,7 +126,7 @@ def _slow_label(event: dict[str, Any]) -> str:
 
 
 def _spike_label(event: dict[str, Any]) -> str:
-    return "loss spike" if event["restores"] is None else f"loss spike, back to iteration {event['restores']}"
+    return "loss spike, the job goes back" if event["rolls_back"] else "loss spike"
 
 
 _LABELS = {SlowPlaceFound.kind: _slow_label, Corrupted.kind: _corruption_label, LossSpiked.kind: _spike_label}

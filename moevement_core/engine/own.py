@@ -108,6 +108,8 @@ class OwnSnapshots:
             if held.freed and held.users == 0:
                 self._read.discard(held)
                 self.arena.release(held.buffer)
+            elif held.freed:
+                self._read.add(held)
             self._drop_if_kept_elsewhere(held)
 
     def free(self, iterations: Iterable[int]) -> None:

@@ -117,11 +117,11 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     Raises:
         NothingToResume: no iteration was committed yet, no rank that trained is left, or the job rolls back.
     """
-    if reason := next((status.rolls_back for status in statuses if status.rolls_back), ""):
-        raise NothingToResume(reason)
     if not any(status.was_training for status in statuses):
         raise NothingToResume("no rank that trained is left")
     statuses = _of_one_history(statuses)
+    if reason := next((status.rolls_back for status in statuses if status.rolls_back), ""):
+        raise NothingToResume(reason)
     distrust = min((each.distrust for each in statuses if each.distrust), key=lambda each: each.trusted, default=None)
     if distrust is not None:
         statuses = [_without_state(status, distrust.trusted) for status in statuses]
@@ -207,7 +207,7 @@ def _of_one_history(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
         if not status.was_training or (status.start, status.formation) == (newest.start, newest.formation):
             return status
         if status.start < newest.start:
-            return replace(status, was_training=False, committed=None, goal=None)
+            return replace(status, was_training=False, committed=None, goal=None, rolls_back="")
         is_of_history = status.committed is not None and status.committed <= newest.formed_at
         return replace(status, may_follow=False, is_last=False, committed=status.committed if is_of_history else None)
 

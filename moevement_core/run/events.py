@@ -307,8 +307,8 @@ class LossSpiked(_Plain):
     """Loss of this iteration; ``nan`` or ``inf`` as text."""
     median: float
     """Median loss of the iterations before."""
-    restores: int | None
-    """Iteration to which the job goes back; it leaves out those after it, up to the spike. None if it goes on."""
+    rolls_back: bool
+    """True if the job goes back to an older window; the next event ``restart`` names the window and its iteration."""
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,25 @@ searches the folder of ``--moevement-load``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.comms.address import own_address
 from moevement_core.comms.connections import Address, Connections
-from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.exchange import all_gather_objects, from_rank_zero
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.recovery import flips
 from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_folder
 from moevement_core.saving.identity import JobNames
+from moevement_core.saving.rollback import RollbackDecision, choose_once
 from moevement_core.saving.window_files import Loaded, load_newest, windows_of_all
-from moevement_core.storage.manifest import Manifest, is_of_job
+from moevement_core.storage.manifest import SKIPPED, Manifest, is_of_job, remove_window
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.util.words import counted
 
 
 def load_window(
@@ -58,9 +62,10 @@ def load_window(
             f"--moevement-load-iteration {config.disk.load_iteration} with --ckpt-step {asked_step}; a job starts from "
             "one of the two, so leave the other out"
         )
-    if names.rollback is not None:
-        binding.leave_out(names.rollback.left_out)
     host = own_address()
+    if names.rollback is not None:
+        names = _gone_back(names, names.rollback, config)
+        binding.leave_out(names.rollback.left_out if names.rollback is not None else ())
     loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
@@ -95,6 +100,33 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
         return None
 
 
+def _gone_back(names: JobNames, decision: RollbackDecision, config: SessionConfig) -> JobNames:
+    """Choose the window to which the job rolls back, and delete the windows that it goes back from. Collective.
+
+    Returns:
+        The names, with the iteration that the chosen window restores.
+    """
+    template = config.disk.persist_dir
+    assert template is not None
+    node = config.copies.node_of(dist.get_rank())
+    try:
+        place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
+    except ConfigError as error:  # raised on every rank
+        if dist.get_rank() == 0:
+            log.warning(f"the job does not roll back, because its windows cannot be read: {error}")
+        return names
+    windows = [each for each in windows_of_all(place) if is_of_job(each.name, names.name)]
+    restorable = [each.reaches for each in windows if decision.is_earlier(each.job)]
+    decision = replace(decision, restores=from_rank_zero(lambda: choose_once(decision, restorable), int | None))
+    for window in windows:
+        if place.is_first and decision.is_undone(window.job, window.reaches):
+            with suppress(OSError):
+                remove_window(place.path, window.name)
+    if dist.get_rank() == 0:
+        log.info(f"the job leaves out {counted(len(decision.left_out), 'iteration')} up to {decision.spiked}")
+    return replace(names, rollback=decision)
+
+
 def _is_own(manifest: Manifest, names: JobNames) -> bool:
     """Return True if an earlier start of the job wrote the window, and the job has not gone back from it."""
     if not is_of_job(manifest.name, names.name):
@@ -110,6 +142,8 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: 
     rank, iteration = dist.get_rank(), binding.iteration
     node = config.copies.node_of(rank)
     place = find_folder("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
+    if config.rollback.is_on:
+        _leave_out_again(binding, place, names, wanted)
     if wanted is not None:
         return _load_asked(binding, config, host, place, wanted=wanted)
     loaded = _load(
@@ -123,6 +157,22 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: 
             f"the job starts from {began}"
         )
     return loaded
+
+
+def _leave_out_again(binding: Binding, place: SharedFolder, names: JobNames, wanted: int | None) -> None:
+    """Leave out the iterations that the job before has left out, so that a requeued job repeats its window. Collective.
+
+    Args:
+        binding: binding of this rank.
+        place: folder of the windows.
+        names: names of the job.
+        wanted: iteration of the window; None for the newest one.
+    """
+    for window in windows_of_all(place):  # the newest first
+        if window.reaches == wanted or (wanted is None and not is_of_job(window.name, names.name)):
+            skipped = window.settings.get(SKIPPED) or ()
+            binding.leave_out([iteration for iteration in skipped if iteration <= window.reaches])
+            return
 
 
 def _load_asked(binding: Binding, config: SessionConfig, host: str, place: SharedFolder, wanted: int) -> Loaded:

@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 from moevement_core.errors import ConfigError
-from moevement_core.restart.generation import Regroup, atomic
+from moevement_core.restart.generation import Regroup
 from moevement_core.restart.in_process import is_restarted_in_process
 from moevement_core.run.events import LossSpiked
 from moevement_core.saving.rollback import RollbackDecision, decide_once, decided_rollback
 from moevement_core.saving.saving import Saving
 from moevement_core.session.run_directory import number
-from moevement_core.storage.config import ON_SPIKE, RollbackConfig
+from moevement_core.storage.config import FEWEST_BACK, ON_SPIKE, RollbackConfig
 from moevement_core.trainer.binding import Binding
 
 LOSSES = 100
@@ -75,27 +75,26 @@ class LossWatch:
         return not math.isfinite(loss) or 0 < self._config.on_spike * middle < loss
 
     def _roll_back(self, spiked: int, loss: float, middle: float) -> None:
-        """Decide where the job goes back to, and leave the generation; only report if the job cannot go back."""
+        """Decide that the job goes back, and leave the generation; only report if the job cannot go back."""
         text = (
             f"the loss of iteration {spiked} is {loss:.4g}, and the median of the {len(self._losses)} iterations "
             f"before is {middle:.4g}"
         )
-        restores = self._config.choose(self._saving.disk.restorable(), spiked)
-        reports = self._saving.reports
-        if self._completed is not None:
-            text += "; the job goes on, because it has rolled back before"
-            restores = None
-        elif restores is None:
-            text += "; the job goes on, because no window on disk restores an earlier iteration"
-        else:
-            text += f"; the job goes back to iteration {restores} and leaves out iterations {restores + 1} to {spiked}"
-        reports.report(text)
-        reports.event(LossSpiked(text, iteration=spiked, loss=number(loss), median=middle, restores=restores))
-        if restores is not None:
-            with atomic():
-                decide_once(RollbackDecision(spiked, restores, self._saving.disk.job_name, text))
-            raise Regroup
         self._losses.clear()  # so that a loss that stays as large is reported once
+        disk, by = self._saving.disk, self._config.by or FEWEST_BACK
+        decision = RollbackDecision(spiked, by, disk.job_name, text)
+        if self._completed is not None:
+            why_not = "the job has rolled back before"
+        elif decision.choose(disk.restorable()) is None:
+            why_not = "no window on disk restores an earlier iteration"
+        else:
+            why_not = "" if decide_once(decision) else "the job has rolled back before"
+        text += f"; the job goes on, because {why_not}" if why_not else "; the job goes back to an older window"
+        self._saving.reports.report(text)
+        event = LossSpiked(text, iteration=spiked, loss=number(loss), median=middle, rolls_back=not why_not)
+        self._saving.reports.event(event)
+        if not why_not:
+            raise Regroup
 
 
 def refuse_if_unable(config: RollbackConfig, binding: Binding) -> None:

@@ -137,7 +137,7 @@ class Session:
         if observer.observer.is_capturing:
             self.auditor.check(committed)
         leave_if_asked(saving, committed, self._lease_s, may_hand_over=self._may_hand_over)
-        if committed in self._drill.wipe_at and committed != saving.began_at:
+        if committed in self._drill.wipe_at and committed != saving.began_at and not self._is_first:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if isinstance(saving.windows.strategy, LosesUpdates):
                 saving.windows.forget(committed)

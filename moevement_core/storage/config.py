@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from moevement_core.storage.manifest import KEPT, Kept
 from moevement_core.util.flags import at_least, flag, more_than
 
 ON_SPIKE, ROLLBACK_BY = "--moevement-rollback-on-spike", "--moevement-rollback-by"
+FEWEST_BACK = 2
+"""Smallest number of iterations between the state that a job goes back to and the spike.
+
+The loss of iteration t is that of the state of iteration t - 1, so this state may be the bad one.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,23 +62,12 @@ class RollbackConfig:
         "up to the spike (default: never). Needs --moevement-persist-dir",
     )  # fmt: skip
     by: int | None = flag(
-        ROLLBACK_BY, type=int, metavar="N", check=at_least(1),
+        ROLLBACK_BY, type=int, metavar="N", check=at_least(FEWEST_BACK),
         help=f"with {ON_SPIKE}: go back to the newest window that restores the state at least N iterations before "
-        "the spike, or to the oldest window if there is none (default: 1)",
+        f"the spike, or to the oldest window if there is none (default: {FEWEST_BACK})",
     )  # fmt: skip
 
     @property
     def is_on(self) -> bool:
         """True if the job rolls back after a loss spike."""
         return self.on_spike is not None
-
-    def choose(self, restorable: Collection[int], spiked: int) -> int | None:
-        """Return the iteration to which a job rolls back; None if no window restores an iteration before the spike.
-
-        Args:
-            restorable: iterations that the windows on disk restore.
-            spiked: iteration whose loss spiked.
-        """
-        earlier = [iteration for iteration in restorable if iteration < spiked]
-        far_enough = [iteration for iteration in earlier if iteration <= spiked - (self.by or 1)]
-        return max(far_enough) if far_enough else min(earlier, default=None)

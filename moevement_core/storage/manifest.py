@@ -40,7 +40,9 @@ DATA_SETTINGS = "data"
 These settings determine which samples training reads. A job may load a window of a job with other settings of the data.
 If the replay then reaches another state than the window records, the error lists the differences.
 """
-BY_ITERATION = ("iterations_to_skip",)
+SKIPPED = "iterations_to_skip"
+"""Name of the setting with the iterations that a job leaves out."""
+BY_ITERATION = (SKIPPED,)
 """Names of settings that are lists of iterations. A job that loads a window compares its own list with the window's
 list, but only for the iterations that it will replay.
 """
@@ -99,7 +101,7 @@ class Manifest:
     def _replayed(self, name: str, value: Any) -> Any:
         if name not in BY_ITERATION or not isinstance(value, list):
             return value
-        return [iteration for iteration in value if self.first < iteration <= self.reaches]
+        return sorted({iteration for iteration in value if self.first < iteration <= self.reaches})
 
     def write(self, directory: Path) -> None:
         """Write the manifest. Called when the window's files are durable on all ranks.

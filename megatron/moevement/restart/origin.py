@@ -54,13 +54,13 @@ def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
     (folder / MARKER).write_text(json.dumps({"job": job, "all": is_all}), encoding="utf-8")
 
 
-def newest_saved(save: str | None, job: str, undone: Collection[int] = ()) -> int | None:
+def newest_saved(save: str | None, job: str, bad: Collection[int] = ()) -> int | None:
     """Return the iteration of the newest complete checkpoint in ``save`` that ``job`` saved with all of its state.
 
     Args:
         save: folder of ``--save``; None without one.
         job: name of the job.
-        undone: iterations whose checkpoints do not count, because the job has gone back from them.
+        bad: iterations whose checkpoints do not count, because the job goes back from them.
 
     Returns:
         The iteration; None if there is no such checkpoint.
@@ -74,7 +74,7 @@ def newest_saved(save: str | None, job: str, undone: Collection[int] = ()) -> in
             marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
             if (
                 step <= int(finished)
-                and step not in undone
+                and step not in bad
                 and marker == {"job": job, "all": True}
                 and torn(folder) is None
             ):
@@ -164,8 +164,8 @@ def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
     if args.save:
         with suppress(OSError):  # The folder may be read-only, and still hold a checkpoint.
             mend_tracker(Path(args.save))
-        undone = names.rollback.left_out if names.rollback is not None else ()
-        if (step := newest_saved(args.save, names.name, undone)) is not None:
+        bad = names.rollback.bad_checkpoints if names.rollback is not None else ()
+        if (step := newest_saved(args.save, names.name, bad)) is not None:
             return resumed(args.save, step)
     return as_at_first(args, first)
 

@@ -133,6 +133,9 @@ def test_one_rank_that_knows_of_a_roll_back_is_enough() -> None:
     statuses = [_at(7, 0), replace(_at(7, 1), rolls_back="spiked"), _new(2)]
     with pytest.raises(NothingToResume, match="spiked"):
         decide(statuses)
+    former_spare = replace(_at(5, 0), rolls_back="spiked")  # of the job's first start
+    resumed = [replace(_at(7, 0), start=1), replace(_at(7, 1), start=1), former_spare]
+    assert decide(resumed).iteration == 7
 
 
 def test_nobody_follows_a_peer_of_an_earlier_start() -> None:

@@ -58,7 +58,7 @@ RANGES: dict[type, dict[str, Range]] = {
     MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
     AuditConfig: {"--moevement-audit-interval": AT_LEAST_ONE},
     RollbackConfig: {
-        "--moevement-rollback-on-spike": Range(1.0, is_open=True), "--moevement-rollback-by": AT_LEAST_ONE,
+        "--moevement-rollback-on-spike": Range(1.0, is_open=True), "--moevement-rollback-by": Range(2),
     },
     SpeedConfig: {"--moevement-slow-factor": Range(1.05), "--moevement-evict-slow-seconds": OR_ENDLESS},
     ElasticConfig: {"--moevement-join-wait": NOT_NEGATIVE},
