@@ -64,8 +64,9 @@ def load_window(
         )
     host = own_address()
     if names.rollback is not None:
-        names = _gone_back(names, names.rollback, config)
-        binding.leave_out(names.rollback.left_out if names.rollback is not None else ())
+        decision = _gone_back(names.name, names.rollback, config)
+        names = replace(names, rollback=decision)
+        binding.leave_out(decision.left_out)
     loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
@@ -100,11 +101,16 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
         return None
 
 
-def _gone_back(names: JobNames, decision: RollbackDecision, config: SessionConfig) -> JobNames:
+def _gone_back(job: str, decision: RollbackDecision, config: SessionConfig) -> RollbackDecision:
     """Choose the window to which the job rolls back, and delete the windows that it goes back from. Collective.
 
+    Args:
+        job: name of the job.
+        decision: decision to roll back.
+        config: flags of the job.
+
     Returns:
-        The names, with the iteration that the chosen window restores.
+        The decision, with the iteration that the chosen window restores.
     """
     template = config.disk.persist_dir
     assert template is not None
@@ -114,8 +120,8 @@ def _gone_back(names: JobNames, decision: RollbackDecision, config: SessionConfi
     except ConfigError as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"the job does not roll back, because its windows cannot be read: {error}")
-        return names
-    windows = [each for each in windows_of_all(place) if is_of_job(each.name, names.name)]
+        return decision
+    windows = [each for each in windows_of_all(place) if is_of_job(each.name, job)]
     restorable = [each.reaches for each in windows if decision.is_earlier(each.job)]
     decision = replace(decision, restores=from_rank_zero(lambda: choose_once(decision, restorable), int | None))
     for window in windows:
@@ -124,7 +130,7 @@ def _gone_back(names: JobNames, decision: RollbackDecision, config: SessionConfi
                 remove_window(place.path, window.name)
     if dist.get_rank() == 0:
         log.info(f"the job leaves out {counted(len(decision.left_out), 'iteration')} up to {decision.spiked}")
-    return replace(names, rollback=decision)
+    return decision
 
 
 def _is_own(manifest: Manifest, names: JobNames) -> bool:

@@ -23,7 +23,7 @@ LOSSES = 100
 FEWEST_LOSSES = 20
 """Smallest number of earlier losses for a comparison."""
 LOSS = "lm loss"
-"""Name of the loss that counts if a trainer has several, as Megatron has for experts; otherwise the first one counts"""
+"""Name of the loss that counts if a trainer has several, as Megatron has for experts; otherwise the first."""
 
 
 class LossWatch:
