@@ -42,7 +42,7 @@ from moevement_core.simulator.regroup import depth
 from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.topology.host_budget import Allowed, AtPeer, Needs
 from moevement_core.topology.topology import _Rank
-from moevement_core.trainer.binding import Place
+from moevement_core.trainer.interface import Place
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "scale.md"
 SHOWN = (1024, 4096, 16_384)

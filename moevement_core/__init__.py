@@ -66,14 +66,16 @@ if TYPE_CHECKING:
     from moevement_core.strategies import Strategy as Strategy
     from moevement_core.strategies.config import StrategyConfig as StrategyConfig
     from moevement_core.trainer.binding import Binding as Binding
-    from moevement_core.trainer.binding import Counts as Counts
-    from moevement_core.trainer.binding import Place as Place
+    from moevement_core.trainer.capabilities import Counts as Counts
     from moevement_core.trainer.commit import Commit as Commit
     from moevement_core.trainer.commit import Mark as Mark
     from moevement_core.trainer.commit import UpdateCommit as UpdateCommit
     from moevement_core.trainer.commit import Vote as Vote
     from moevement_core.trainer.config import SessionConfig as SessionConfig
     from moevement_core.trainer.config import add_session_flags as add_session_flags
+    from moevement_core.trainer.interface import BindingInterface as BindingInterface
+    from moevement_core.trainer.interface import Place as Place
+    from moevement_core.trainer.token_counts import TokenCounts as TokenCounts
     from moevement_core.trainer.torch_binding import TorchBinding as TorchBinding
 
 _HOMES = {
@@ -97,9 +99,12 @@ _HOMES = {
     "policy.schedule": ("Saved",),
     "recovery.feed": ("Feeding",),
     "recovery.replay": ("Trainer",),
-    "trainer.binding": ("Binding", "Counts", "Place"),
+    "trainer.binding": ("Binding",),
+    "trainer.capabilities": ("Counts",),
     "trainer.commit": ("Commit", "Mark", "UpdateCommit", "Vote"),
     "trainer.config": ("SessionConfig", "add_session_flags"),
+    "trainer.interface": ("BindingInterface", "Place"),
+    "trainer.token_counts": ("TokenCounts",),
     "trainer.torch_binding": ("TorchBinding",),
     "session.loop": ("iterations", "train"),
     "session.session": ("Session",),

@@ -47,7 +47,7 @@ def make() -> ft.TorchBinding:
 def loop(session: ft.Session) -> None:
     """Train to the end. After a failure the function is called again, and goes on where the ranks agree."""
     for iteration in ft.iterations(session, until=args.iterations):
-        session.binding.forward_backward(iteration)
+        session.binding.run(iteration)
         session.step()
 
 

@@ -45,11 +45,52 @@ from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
 from moevement_core.run.run_record import RunRecord
-from moevement_core.trainer.binding import Binding, Counts, ExpertRoom, Place, Replicas
+from moevement_core.trainer.capabilities import (
+    Counts,
+    ExpertRoom,
+    Replicas,
+    SupportsAudit,
+    SupportsCapacities,
+    SupportsCounts,
+    SupportsDenseCheckpoints,
+    SupportsExit,
+    SupportsExtraCapacity,
+    SupportsGather,
+    SupportsGradientChecks,
+    SupportsLateBuild,
+    SupportsLiveReplicas,
+    SupportsPipeline,
+    SupportsRecoveryHook,
+    SupportsRegroup,
+    SupportsReplicaDigests,
+    SupportsSkips,
+    SupportsTotals,
+    SupportsWipe,
+)
 from moevement_core.trainer.commit import Vote
+from moevement_core.trainer.interface import BindingInterface, Place
 
 
-class MegatronBinding(Binding):
+class MegatronBinding(
+    BindingInterface,
+    SupportsCounts,
+    SupportsCapacities,
+    SupportsExtraCapacity,
+    SupportsPipeline,
+    SupportsExit,
+    SupportsSkips,
+    SupportsRegroup,
+    SupportsLateBuild,
+    SupportsTotals,
+    SupportsGradientChecks,
+    SupportsReplicaDigests,
+    SupportsLiveReplicas,
+    SupportsGather,
+    SupportsRecoveryHook,
+    SupportsAudit,
+    SupportsDenseCheckpoints,
+    SupportsWipe,
+):
     """Binding of one rank of Megatron's trainer.
 
     Args:

@@ -22,6 +22,7 @@ from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.run.outcome import Recovery
 from moevement_core.topology.parts import RankParts
+from moevement_core.trainer.capabilities import SupportsGather, replica_digests
 
 
 def execute(
@@ -60,7 +61,9 @@ def execute(
     outcome: Mapping[str, Any] = {}
     if reexecution is not None:
         outcome = reexecution.run(check, shared_from, with_all=with_all)
-    elif any(parts.topology.stage in each_plan.runs for each_plan in prepared.plans):
+    elif isinstance(parts.binding, SupportsGather) and any(
+        parts.topology.stage in each_plan.runs for each_plan in prepared.plans
+    ):
         parts.binding.gather_replicas()
     for feeder in feeders:
         feeder.finish()
@@ -85,7 +88,7 @@ def execute(
         lost,
         differences=check.differences,
         differ_as_loaded=check.differ_as_loaded,
-        replicas=compact(parts.binding.replicas()),
+        replicas=compact(replica_digests(parts.binding)),
     )
     return agree(part, prepared.other_arithmetic, prepared.other_data), outcome
 

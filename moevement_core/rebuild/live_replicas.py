@@ -35,8 +35,9 @@ from moevement_core.snapshot.snapshot import (
 )
 from moevement_core.snapshot.whole import begin_whole
 from moevement_core.topology.topology import Topology
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsLiveReplicas
 from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.interface import BindingInterface
 
 LIVE = "live"
 """Marker in place of a schedule's id: the snapshot was made from live state, and belongs to no window."""
@@ -54,7 +55,11 @@ class LiveReplicas(SnapshotSource):
     """
 
     def __init__(
-        self, binding: Binding, topology: Topology, mark: Mark | None, handed_over: Mapping[int, Snapshot] | None = None
+        self,
+        binding: BindingInterface,
+        topology: Topology,
+        mark: Mark | None,
+        handed_over: Mapping[int, Snapshot] | None = None,
     ) -> None:
         self._binding, self._topology, self._mark = binding, topology, mark
         self._handed_over = handed_over or {}
@@ -72,8 +77,8 @@ class LiveReplicas(SnapshotSource):
         }  # fmt: skip
         if self._mark is None or self._mark.iteration != until:
             return handed_over
-        live = {rank: len(self._topology.table) for rank in self._binding.live_replicas() if rank in lost}
-        return handed_over | live
+        replicas = self._binding.live_replicas() if isinstance(self._binding, SupportsLiveReplicas) else ()
+        return handed_over | {rank: len(self._topology.table) for rank in replicas if rank in lost}
 
     def holdings(self) -> Sequence[Holding]:
         """Return no holdings, because this rank makes a snapshot only when the recovery opens it."""
@@ -87,6 +92,7 @@ class LiveReplicas(SnapshotSource):
         mark = self._mark
         if mark is None or mark.iteration != iteration:
             return None
+        assert isinstance(self._binding, SupportsLiveReplicas)
         # Snapshots are captured when the next iteration begins, after any evaluation or save scheduled before it.
         boundary = mark.boundary if mark.resumed is None else mark.resumed
         return snapshot_of_live(

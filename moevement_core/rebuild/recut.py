@@ -45,7 +45,7 @@ from moevement_core.snapshot.snapshot import (
     entries_of,
     offsets,
 )
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.trainer.recut import Recut
 from moevement_core.util.words import counted
 
@@ -85,7 +85,11 @@ class Rebuilt:
 
 
 def prepare_from_snapshots(
-    kept_snapshots: Sequence[FormationSnapshots], binding: Binding, *, until: int | None = None, is_verified: bool
+    kept_snapshots: Sequence[FormationSnapshots],
+    binding: BindingInterface,
+    *,
+    until: int | None = None,
+    is_verified: bool,
 ) -> Rebuilt:
     """Plan a recovery from the snapshots of all ranks, and send every rank the state that it needs. Collective.
 

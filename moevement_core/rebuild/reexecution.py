@@ -17,6 +17,7 @@ from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import working
 from moevement_core.topology.parts import RankParts
+from moevement_core.trainer.capabilities import iterations_left_out
 
 
 class CaptureAnew(Protocol):
@@ -100,7 +101,7 @@ class Reexecution(ReplayObserver):
                 observer=self,
                 outcomes=prepared.outcomes,
             )
-        is_updated = plan.until not in binding.iterations_left_out()
+        is_updated = plan.until not in iterations_left_out(binding)
         if plan.until > max(plan.dense_at, plan.begins) and is_updated and self._gradients_stay:
             parts.checkpointer.log_gradients(plan.until, is_replayed=True)
         return last_record
@@ -145,7 +146,7 @@ class Reexecution(ReplayObserver):
     def _capture_anew(self, capture: CaptureAnew, iteration: int, record: Mapping[str, Any]) -> None:
         """Capture the snapshot of an iteration again, because the saved one is of the first execution."""
         binding = self._parts.binding
-        is_left_out = iteration in binding.iterations_left_out()
+        is_left_out = iteration in iterations_left_out(binding)
         if not is_left_out and "step" not in record:
             raise NotImplementedError(
                 f"{type(binding).__name__}: record() of its Trainer returns no key 'step'; add it"

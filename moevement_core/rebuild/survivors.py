@@ -15,6 +15,7 @@ from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.check import StateCheck
 from moevement_core.topology.parts import RankParts
+from moevement_core.trainer.capabilities import SupportsGradientChecks, replica_digests
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def check_kept(parts: RankParts, until: int, *, is_kept: bool, replicas_are_know
         RecoveryError: the state of a rank differs from the expected one. Every rank raises it.
     """
     compared = _compare(parts, until) if is_kept else _Compared()
-    replicas = [] if replicas_are_known else compact(parts.binding.replicas())
+    replicas = [] if replicas_are_known else compact(replica_digests(parts.binding))
     per_rank: list[_Compared] = all_gather_objects(replace(compared, replicas=replicas), _Compared)
     wrong = [f"rank {rank}: {what}" for rank, other in enumerate(per_rank) for what in other.differences]
     wrong += unequal_replicas([other.replicas for other in per_rank])
@@ -81,7 +82,8 @@ def check_kept(parts: RankParts, until: int, *, is_kept: bool, replicas_are_know
 
 
 def _compare(parts: RankParts, until: int) -> _Compared:
-    left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
+    gradients = parts.binding.gradients_left() if isinstance(parts.binding, SupportsGradientChecks) else ()
+    left = [f"{what} of the interrupted iteration" for what in gradients]
     snapshot = parts.checkpointer.own.snapshots.get(until)
     if snapshot is None or snapshot.header.state != until:
         return _Compared(kept=True, differences=left)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moevement_core import log
 from moevement_core.restart.generation import Generation, generation, is_fault_of_others
 from moevement_core.run.events import Event
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Reports:
         rank: number of this rank.
     """
 
-    def __init__(self, binding: Binding, rank: int) -> None:
+    def __init__(self, binding: BindingInterface, rank: int) -> None:
         self.warnings: list[str] = []
         """Warnings for the summary of the training run."""
         self._binding, self._rank = binding, rank

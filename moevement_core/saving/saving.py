@@ -32,8 +32,15 @@ from moevement_core.strategies.strategy import StageOperators
 from moevement_core.topology.host_budget import Allowed
 from moevement_core.topology.parts import RankParts
 from moevement_core.topology.topology import Topology, connect
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.binding import Binding, SupportsRedo
+from moevement_core.trainer.capabilities import (
+    SupportsCapacities,
+    SupportsExtraCapacity,
+    SupportsGather,
+    refuse_half_capabilities,
+)
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Saving:
     def __init__(
         self,
         *,
-        binding: Binding,
+        binding: BindingInterface,
         config: SessionConfig,
         topology: Topology,
         reports: Reports,
@@ -361,7 +368,7 @@ class Saving:
         )
 
 
-def strategy_of(config: StrategyConfig, binding: Binding, topology: Topology) -> Strategy:
+def strategy_of(config: StrategyConfig, binding: BindingInterface, topology: Topology) -> Strategy:
     """Return the strategy of this rank's stage, before it has learned anything.
 
     Args:
@@ -369,7 +376,9 @@ def strategy_of(config: StrategyConfig, binding: Binding, topology: Topology) ->
         binding: binding of the trainer.
         topology: topology of a generation.
     """
-    capacities = binding.expert_capacities(topology.table) if config.needs_capacity else None
+    capacities = None
+    if config.needs_capacity and isinstance(binding, SupportsCapacities):
+        capacities = binding.expert_capacities(topology.table)
     return config.of(StageOperators(topology.table, topology.most_experts, capacities))
 
 
@@ -392,20 +401,22 @@ def warn_of_copies(topology: Topology, reports: Reports) -> None:
         reports.report(topology.warning)
 
 
-def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> None:
+def refuse_what_is_not_defined(binding: BindingInterface, strategy: StrategyConfig) -> None:
     """Refuse flags that need a method or gradients that the trainer does not provide. Every rank calls it at the start.
 
     Raises:
         ConfigError: ``--moevement-capacity-boost`` is given, but the trainer has no ``expert_room``; or
             ``--moevement-order capacity``, but it has no ``expert_capacities``; or the strategy logs gradients, but the
-            trainer has no ``gather_replicas`` or no gradients in ``states``. Every rank raises it.
+            trainer has no ``gather_replicas``, no ``redo`` or no gradients in ``states``. Or the trainer defines a part
+            of a capability. Every rank raises it.
     """
-    if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
+    refuse_half_capabilities(binding)
+    if strategy.capacity_boost is not None and not isinstance(binding, SupportsExtraCapacity):
         raise ConfigError(
             f"--moevement-capacity-boost {strategy.capacity_boost:g}: {type(binding).__name__} has no expert_room(); "
             "define the method, or leave the flag out"
         )
-    if strategy.needs_capacity and type(binding).expert_capacities is Binding.expert_capacities:
+    if strategy.needs_capacity and not isinstance(binding, SupportsCapacities):
         raise ConfigError(
             f"--moevement-order capacity: {type(binding).__name__} has no expert_capacities(); define the method, or "
             "give another order"
@@ -415,8 +426,10 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     asked, instead = f"--moevement-recovery {strategy.recovery}", "--moevement-recovery replay"
     if not strategy.may_redo:
         asked, instead = f"--moevement-strategy {strategy.name}", "--moevement-dense-interval 2 or more"
-    if type(binding).gather_replicas is Binding.gather_replicas:
+    if not isinstance(binding, SupportsGather):
         raise ConfigError(f"{asked}: {type(binding).__name__} has no gather_replicas(); define it or use {instead}")
+    if isinstance(binding, Binding) and not isinstance(binding, SupportsRedo):
+        raise ConfigError(f"{asked}: {type(binding).__name__} has no redo(); define it or use {instead}")
     states = binding.states().values()
     if any(
         all_gather_objects(any(state.full for state in states) and not any(state.gradient for state in states), bool)

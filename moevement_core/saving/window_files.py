@@ -25,8 +25,8 @@ from moevement_core.saving.folder import SharedFolder
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.storage.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.storage.manifest import Manifest, manifests_and_refused, reach_of
-from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.equal_bits import arithmetic_of_all, why_window_may_differ
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util import damage
 
 
@@ -145,7 +145,7 @@ def load_newest(
     transport: Transport,
     is_wanted: Callable[[Manifest], bool],
     after: int,
-    elastic: Binding | None = None,
+    elastic: BindingInterface | None = None,
 ) -> Loaded | None:
     """Load the newest window that has all snapshots of every rank. Every rank calls it.
 
@@ -198,7 +198,7 @@ def load_newest(
     return None
 
 
-def _recut(files: WindowFiles, manifest: Manifest, binding: Binding) -> Prepared:
+def _recut(files: WindowFiles, manifest: Manifest, binding: BindingInterface) -> Prepared:
     """Divide the state in a window anew among the present ranks. Collective.
 
     Raises:

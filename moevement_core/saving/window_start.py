@@ -24,13 +24,14 @@ from moevement_core.saving.identity import JobNames
 from moevement_core.saving.rollback import RollbackDecision, choose_once
 from moevement_core.saving.window_files import Loaded, load_newest, windows_of_all
 from moevement_core.storage.manifest import SKIPPED, Manifest, is_of_job, remove_window
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import leave_out
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.words import counted
 
 
 def load_window(
-    binding: Binding,
+    binding: BindingInterface,
     config: SessionConfig,
     names: JobNames,
     *,
@@ -66,7 +67,7 @@ def load_window(
     if names.rollback is not None:
         decision = _gone_back(names.name, names.rollback, config)
         names = replace(names, rollback=decision)
-        binding.leave_out(decision.left_out)
+        leave_out(binding, decision.left_out)
     loaded = _load_own(binding, config, names=names, host=host) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
@@ -80,7 +81,7 @@ def load_window(
     return loaded
 
 
-def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
+def _load_own(binding: BindingInterface, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """Return the newest usable window of an earlier start of this job; None without one.
 
     If windows exist but none of them is usable, rank 0 logs the reason.
@@ -140,7 +141,7 @@ def _is_own(manifest: Manifest, names: JobNames) -> bool:
     return names.rollback is None or not names.rollback.is_undone(manifest.job, manifest.reaches)
 
 
-def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
+def _load_named(binding: BindingInterface, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """Return the newest window of other jobs in the folder of ``--moevement-load``; None without one."""
     template, wanted = config.disk.load, config.disk.load_iteration
     if template is None:
@@ -165,7 +166,7 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: 
     return loaded
 
 
-def _leave_out_again(binding: Binding, place: SharedFolder, names: JobNames, wanted: int | None) -> None:
+def _leave_out_again(binding: BindingInterface, place: SharedFolder, names: JobNames, wanted: int | None) -> None:
     """Leave out the iterations that the job before has left out, so that a requeued job repeats its window. Collective.
 
     Args:
@@ -177,11 +178,13 @@ def _leave_out_again(binding: Binding, place: SharedFolder, names: JobNames, wan
     for window in windows_of_all(place):  # the newest first
         if window.reaches == wanted or (wanted is None and not is_of_job(window.name, names.name)):
             skipped = window.settings.get(SKIPPED) or ()
-            binding.leave_out([iteration for iteration in skipped if iteration <= window.reaches])
+            leave_out(binding, [iteration for iteration in skipped if iteration <= window.reaches])
             return
 
 
-def _load_asked(binding: Binding, config: SessionConfig, host: str, place: SharedFolder, wanted: int) -> Loaded:
+def _load_asked(
+    binding: BindingInterface, config: SessionConfig, host: str, place: SharedFolder, wanted: int
+) -> Loaded:
     """Return the window that restores iteration ``wanted``, for ``--moevement-load-iteration``.
 
     Raises:
@@ -198,7 +201,7 @@ def _load_asked(binding: Binding, config: SessionConfig, host: str, place: Share
 
 
 def _load(
-    binding: Binding,
+    binding: BindingInterface,
     config: SessionConfig,
     host: str,
     place: SharedFolder,

@@ -38,7 +38,7 @@ from moevement_core.strategies.capabilities import BoostsExperts, ChoosesRecover
 from moevement_core.strategies.redo import NOT_CARRIED
 from moevement_core.topology.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
 from moevement_core.topology.topology import Topology
-from moevement_core.trainer.binding import Counts, ExpertRoom
+from moevement_core.trainer.capabilities import Counts, ExpertRoom
 from moevement_core.util.iterations import is_newer
 from moevement_core.util.words import counted
 

@@ -30,9 +30,10 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.manifest import is_of_job, manifests, remove_window
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsDenseCheckpoints
 from moevement_core.trainer.config import SessionConfig
 from moevement_core.trainer.equal_bits import arithmetic_of_all
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.iterations import is_newer
 from moevement_core.util.lock import FolderLock, other_holder
 
@@ -58,7 +59,7 @@ class WindowsOnDisk:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: BindingInterface,
         names: JobNames,
         config: SessionConfig,
         topology: Topology,
@@ -171,7 +172,9 @@ class WindowsOnDisk:
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
-        newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None) if beyond_dense else None
+        newest_dense = None
+        if beyond_dense and isinstance(self._binding, SupportsDenseCheckpoints):
+            newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
         windows = [
             manifest
             for manifest in windows_of_all(self._place)

@@ -10,12 +10,13 @@ from moevement_core.session.meeting import agree_on_policy, go_on, log_gradients
 from moevement_core.session.rank_report import report_of
 from moevement_core.session.rejoin import Rejoined, rejoin
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsGradientChecks, SupportsLateBuild, leave_out
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 
 
 def take_up(
-    binding: Binding,
+    binding: BindingInterface,
     config: SessionConfig,
     session: Session | None,
     before: Rejoined | None,
@@ -39,7 +40,8 @@ def take_up(
     if session is not None:
         session.auditor.leave_if_wrong()
     place = binding.place()
-    meeting = meet(report_of(session, before.reached if before is not None else None, place), binding.build_data)
+    build_data = binding.build_data if isinstance(binding, SupportsLateBuild) else lambda: None
+    meeting = meet(report_of(session, before.reached if before is not None else None, place), build_data)
     joining = agree_on_policy(session, meeting, place.stage)
     is_survivor, is_as_at_start = session is not None, False
     if session is not None:
@@ -47,13 +49,15 @@ def take_up(
     else:
         names = names_of_running_job()
         if names.rollback is not None:
-            binding.leave_out(names.rollback.left_out)
-        is_as_at_start = binding.build(meeting.build_data)
+            leave_out(binding, names.rollback.left_out)
+        # A trainer without this capability has built everything in its constructor.
+        is_as_at_start = not isinstance(binding, SupportsLateBuild) or binding.build(meeting.build_data)
         session = build_session(binding, config, names, joining=joining)
     joined(session, meeting.point.iteration)
     if is_survivor:
         log_gradients(session)
-    binding.clear_gradients()
+    if isinstance(binding, SupportsGradientChecks):
+        binding.clear_gradients()
     if is_as_at_start:
         session.saving.take_start()
     return rejoin(session, meeting)

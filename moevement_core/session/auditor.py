@@ -35,6 +35,7 @@ from moevement_core.session.second_execution import AuditedIteration, SecondExec
 from moevement_core.speed.waits import waits
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.topology import Topology
+from moevement_core.trainer.capabilities import SupportsAudit, iterations_left_out, replica_digests, tie_of_stages
 from moevement_core.trainer.commit import Commit, Mark
 from moevement_core.util.words import counted
 
@@ -73,7 +74,9 @@ class Auditor:
         self._is_certain = False
         """True if no other rank may have computed these wrong results."""
         self._config, self._saving, self._commit, self._binding = config, saving, commit, saving.parts.binding
-        model = self._binding.audited() if config.interval is not None or corruptions else None
+        model = None
+        if (config.interval is not None or corruptions) and isinstance(self._binding, SupportsAudit):
+            model = self._binding.audited()
         self._corrupter = Corrupter(corruptions, saving.topology.rank, saving.parts.states, model)
         self.executions = SecondExecution(
             saving, records, commit=commit, recoverer=recoverer, corrupter=self._corrupter, model=model
@@ -143,7 +146,7 @@ class Auditor:
         iteration, topology = committed + 1, self._saving.topology
         began = time.perf_counter()
         stage = self._config.stage_of(iteration, topology.pipeline.stages)
-        if stage is not None and iteration not in self._binding.iterations_left_out():
+        if stage is not None and iteration not in iterations_left_out(self._binding):
             with waiting_for_others(), waits.waiting():
                 self._begin_audit(iteration, self._segment(stage))
             self._seconds += time.perf_counter() - began
@@ -158,7 +161,7 @@ class Auditor:
     def _segment(self, stage: int) -> frozenset[int]:
         """Return the stages that execute an iteration again if ``stage`` does, as in a recovery."""
         pipeline, binding = self._saving.topology.pipeline, self._binding
-        if binding.boundary_log is None or binding.stages_are_tied_by() is not None:
+        if binding.boundary_log is None or tie_of_stages(binding) is not None:
             return frozenset(range(pipeline.stages))
         return segments(pipeline, {stage})[0]
 
@@ -214,7 +217,7 @@ class Auditor:
 
     def _compare_replicas(self, committed: int) -> None:
         topology = self._saving.topology
-        finding = Finding(topology.stage, self._clean_at, replicas=tuple(compact(self._binding.replicas())))
+        finding = Finding(topology.stage, self._clean_at, replicas=tuple(compact(replica_digests(self._binding))))
         verdict = self._decide(finding, is_of_replicas=True)
         if verdict.suspects:
             alike, began_at = self._alike, self._saving.began_at

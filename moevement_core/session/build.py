@@ -50,8 +50,9 @@ from moevement_core.strategies import Strategy
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.host_budget import allowed
 from moevement_core.topology.topology import connect
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsCounts, SupportsExtraCapacity, SupportsPipeline
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.numa import bind_to_device
 
 RECORD_SLACK_BYTES = 64 << 10
@@ -59,7 +60,7 @@ RECORD_SLACK_BYTES = 64 << 10
 
 
 def build_session(
-    binding: Binding,
+    binding: BindingInterface,
     config: SessionConfig,
     names: JobNames,
     prepared: Prepared | None = None,
@@ -109,13 +110,17 @@ def build_session(
     began_at = binding.iteration if policy is None else policy.began_at
     pause = Pause()
     meter = OverheadMeter(began_at, pause)
-    counts = binding.counts(topology.table, strategy.counts) if strategy.counts is not None else None
-    share = config.strategy.capacity_boost
+    counts, share = None, config.strategy.capacity_boost
+    if strategy.counts is not None and isinstance(binding, SupportsCounts):
+        counts = binding.counts(topology.table, strategy.counts)
+    room = None
+    if share is not None and isinstance(binding, SupportsExtraCapacity):
+        room = binding.expert_room(topology.table, share)
+    sent_bytes = binding.sent_bytes if isinstance(binding, SupportsPipeline) and not strategy.rolls_back_all else 0
     windows = WindowDecisions(
-        strategy, meter=meter, counts=counts,
-        room=None if share is None else binding.expert_room(topology.table, share),
-        topology=topology, budget=config.budget, allowed=may_use, report=reports.report,
-        sent_bytes=0 if strategy.rolls_back_all else binding.sent_bytes, asked_window=config.strategy.window,
+        strategy, meter=meter, counts=counts, room=room, topology=topology,
+        budget=config.budget, allowed=may_use, report=reports.report,
+        sent_bytes=sent_bytes, asked_window=config.strategy.window,
         to_disk=config.disk.persist_dir is not None, began_at=began_at, default_cap=config.strategy.default_cap,
     )  # fmt: skip
     if policy is not None:
@@ -202,7 +207,7 @@ def build_session(
     )  # fmt: skip
 
 
-def _record_bytes(binding: Binding, strategy: Strategy) -> int:
+def _record_bytes(binding: BindingInterface, strategy: Strategy) -> int:
     """Return the bytes to reserve for boundary records."""
     _, tensors = plain.flatten({"boundary": binding.boundary(), **learned_record(strategy)})
     return aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors) + RECORD_SLACK_BYTES

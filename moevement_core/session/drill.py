@@ -10,11 +10,12 @@ from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.run.outcome import Recovery
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.topology.parts import RankParts
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsWipe
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.digest import digest
 
 
-def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
+def refuse_without_wipe(binding: BindingInterface, wipe_at: Collection[int]) -> None:
     """Refuse a drill if the trainer cannot overwrite its state. Every rank calls this before training begins.
 
     Args:
@@ -22,9 +23,9 @@ def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
         wipe_at: iterations after which ``--moevement-wipe-at`` asks for a drill; empty without a drill.
 
     Raises:
-        ConfigError: a drill was requested, and the binding does not define ``Binding.wipe``.
+        ConfigError: a drill was requested, and the binding has no ``wipe``.
     """
-    if wipe_at and type(binding).wipe is Binding.wipe:
+    if wipe_at and not isinstance(binding, SupportsWipe):
         raise ConfigError(
             f"--moevement-wipe-at {min(wipe_at)}: {type(binding).__name__} has no wipe(); define it, or drop the flag"
         )
@@ -54,6 +55,7 @@ def wipe_and_recover(
     parts.checkpointer.wait()
     parts.checkpointer.capturer.settle()
     if stages is None or parts.topology.stage in stages:
+        assert isinstance(parts.binding, SupportsWipe)
         parts.binding.wipe()
     done = recoverer.recover(committed, stages)
     if done.lost_tokens:

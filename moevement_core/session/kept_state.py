@@ -17,8 +17,8 @@ from moevement_core.recovery.sources import MemorySource
 from moevement_core.restart.generation import generation
 from moevement_core.session.rank_report import RankReport, report_of
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.interface import BindingInterface
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Resizing:
     kept: KeptState | None = None
     """State that this rank keeps while the job changes its ranks; None at all other times."""
 
-    def formed(self, binding: Binding, start: int) -> None:
+    def formed(self, binding: BindingInterface, start: int) -> None:
         """Record the layouts of all ranks, after every rank has built its model. Collective.
 
         Args:

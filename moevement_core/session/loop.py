@@ -5,7 +5,7 @@ loop::
 
     def loop(session):
         for iteration in iterations(session, until=100):
-            session.binding.forward_backward(iteration)
+            session.binding.run(iteration)
             session.step()
 
 A trainer whose loop belongs to a framework, like Megatron's, makes the same calls from hooks of that loop.
@@ -54,8 +54,9 @@ from moevement_core.session.run_directory import (
     state_digest,
 )
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import iterations_left_out, regroup
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.lock import FolderLock
 
 TIMEOUT = timedelta(minutes=10)
@@ -63,7 +64,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def train(
-    make: Callable[[], Binding],
+    make: Callable[[], BindingInterface],
     config: SessionConfig,
     loop: Callable[[Session], Any],
     backend: str,
@@ -142,7 +143,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
     binding = session.binding
     while binding.iteration < until:
         committed = binding.iteration
-        if committed + 1 in binding.iterations_left_out():
+        if committed + 1 in iterations_left_out(binding):
             binding.iteration = committed + 1
             continue
         session.begin_iteration(committed)
@@ -164,7 +165,7 @@ class _Loop(Training, Rebuilder):
 
     def __init__(
         self,
-        make: Callable[[], Binding],
+        make: Callable[[], BindingInterface],
         config: SessionConfig,
         loop: Callable[[Session], Any],
         backend: str,
@@ -175,7 +176,7 @@ class _Loop(Training, Rebuilder):
         self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
         self._flags, self._sizes = flags, tuple(sizes)
         self._began_s = time.monotonic()
-        self._binding: Binding | None = None
+        self._binding: BindingInterface | None = None
         self._session: Session | None = None
         self._rejoined: Rejoined | ResizedSession | None = None
         self._resizing = Resizing()
@@ -250,7 +251,7 @@ class _Loop(Training, Rebuilder):
         if self._config.elastic.is_elastic:
             self._resizing.formed(binding, names.number)
 
-    def _report_restart(self, binding: Binding, source: str) -> None:
+    def _report_restart(self, binding: BindingInterface, source: str) -> None:
         text = f"the job restarts at iteration {binding.iteration}, from {source}"
         if dist.get_rank() == 0:
             log.info(text)
@@ -283,7 +284,7 @@ class _Loop(Training, Rebuilder):
     def _rejoin(self) -> None:
         if self._binding is None:
             self._binding = self._make()
-            self._binding.regroup()
+            regroup(self._binding)
         session, before = self._session if self._has_begun else None, self._rejoined
         assert not isinstance(before, ResizedSession)
         self._rejoined = take_up(
@@ -320,9 +321,9 @@ class _Loop(Training, Rebuilder):
         self._forget()
 
     @override
-    def build(self, names: JobNames, offers: Sequence[Offer]) -> Binding:
+    def build(self, names: JobNames, offers: Sequence[Offer]) -> BindingInterface:
         self._binding = binding = self._make()
-        binding.regroup()
+        regroup(binding)
         self._lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
         return binding
 
@@ -332,7 +333,7 @@ class _Loop(Training, Rebuilder):
         self._resizing.forget()
 
     @override
-    def begin_record(self, binding: Binding) -> None:
+    def begin_record(self, binding: BindingInterface) -> None:
         if self._run_dir is not None:
             binding.record = begin_record(self._run_dir, self._lock, self._flags, binding.iteration)
 

@@ -16,7 +16,8 @@ from moevement_core.saving.rollback import RollbackDecision, decide_once, decide
 from moevement_core.saving.saving import Saving
 from moevement_core.session.run_directory import number
 from moevement_core.storage.config import FEWEST_BACK, ON_SPIKE, RollbackConfig
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import leave_out
+from moevement_core.trainer.interface import BindingInterface
 
 LOSSES = 100
 """Number of earlier iterations with whose median loss an iteration is compared."""
@@ -97,7 +98,7 @@ class LossWatch:
             raise Regroup
 
 
-def refuse_if_unable(config: RollbackConfig, binding: Binding) -> None:
+def refuse_if_unable(config: RollbackConfig, binding: BindingInterface) -> None:
     """Refuse to watch the loss of a job that cannot roll back. Every rank calls it.
 
     Raises:
@@ -107,4 +108,4 @@ def refuse_if_unable(config: RollbackConfig, binding: Binding) -> None:
         return
     if not is_restarted_in_process():
         raise ConfigError(f"{ON_SPIKE} without `moevement launch --spares`, which restarts the job; start it so")
-    binding.leave_out(())
+    leave_out(binding, ())

@@ -21,6 +21,7 @@ from moevement_core.saving.saving import Joining
 from moevement_core.saving.stage_policy import share_policy
 from moevement_core.session.rank_report import RankReport, outcome_to_follow, share_reached
 from moevement_core.session.session import Session
+from moevement_core.trainer.capabilities import iterations_left_out, regroup
 from moevement_core.trainer.commit import Mark
 
 
@@ -80,7 +81,7 @@ def go_on(session: Session, meeting: Meeting, joining: Joining) -> None:
         meeting: result of :func:`meet`.
         joining: result of :func:`agree_on_policy`.
     """
-    session.binding.regroup()
+    regroup(session.binding)
     follow(session, meeting)
     session.rewire(joining.policy)
 
@@ -90,7 +91,7 @@ def follow(session: Session, meeting: Meeting) -> None:
     if dist.get_rank() not in meeting.point.followers:
         return
     mark, point, common = session.commit.mark, meeting.point, meeting.reached.common
-    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # left out: it has no update
+    if point.iteration in iterations_left_out(session.binding) and mark is not None:  # left out: it has no update
         session.commit.mark = Mark(point.iteration, {**mark.boundary, **common}, {})
         return
     session.commit.follow(point.iteration, meeting.outcome, common)
@@ -104,6 +105,6 @@ def log_gradients(session: Session) -> None:
     mark = session.commit.mark
     if mark is None or session.commit.torn:
         return
-    if mark.iteration not in session.binding.iterations_left_out():
+    if mark.iteration not in iterations_left_out(session.binding):
         session.saving.checkpointer.log_gradients(mark.iteration)
     session.saving.checkpointer.gradients.wait(mark.iteration)

@@ -16,8 +16,9 @@ from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.recovery.agree import RankStatus, ResumePoint, peers_of_followers
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Place
+from moevement_core.trainer.capabilities import run_totals
 from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.interface import Place
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def report_of(session: Session | None, reached: RankReport | None, place: Place 
         reached = _at(session.auditor.executions.unfinished, status, session)
     if mark is None:
         goal_status = reached.status if reached is not None else None
-        return RankReport(replace(status, goal=goal_status), run_totals=binding.run_totals(), goal=reached)
+        return RankReport(replace(status, goal=goal_status), run_totals=run_totals(binding), goal=reached)
     return _at(mark, status, session)
 
 
@@ -105,7 +106,7 @@ def _at(mark: Mark, status: RankStatus, session: Session) -> RankReport:
         outcome=mark.outcome,
         common=binding.replicated_state(mark.boundary),
         begun=binding.replicated_state(mark.resumed) if mark.resumed is not None else None,
-        run_totals=binding.run_totals(),
+        run_totals=run_totals(binding),
     )
 
 

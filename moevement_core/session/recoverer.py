@@ -24,6 +24,7 @@ from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.parts import RankParts
+from moevement_core.trainer.capabilities import iterations_left_out, tie_of_stages
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.equal_bits import PlacementHistory, placement
 from moevement_core.util import damage
@@ -333,10 +334,10 @@ class Recoverer:
 
     def _scope(self, parts: RankParts, lost: frozenset[int]) -> Scope | None:
         """Return the scope of a recovery of stages ``lost``. If all stages roll back, log why, and return None."""
-        if reason := parts.binding.stages_are_tied_by():
+        if reason := tie_of_stages(parts.binding):
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")
             return None
         pipeline = parts.topology.pipeline
         replaying = frozenset().union(*segments(pipeline, lost))  # stages with tied embeddings replay together
-        return Scope(pipeline, lost, parts.binding.iterations_left_out(), parts.topology.owners_of(replaying))
+        return Scope(pipeline, lost, iterations_left_out(parts.binding), parts.topology.owners_of(replaying))

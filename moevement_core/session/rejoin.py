@@ -17,6 +17,7 @@ from moevement_core.session.failure_report import Times, report_failure
 from moevement_core.session.meeting import Meeting
 from moevement_core.session.rank_report import RankReport
 from moevement_core.session.session import Session
+from moevement_core.trainer.capabilities import SupportsRecoveryHook, SupportsTotals
 from moevement_core.trainer.commit import Mark
 
 
@@ -59,7 +60,8 @@ class Rejoined:
         session.resumed(self.until)
         times = Times(self.usable_at, self.prepared_at, replay_at, time.time())
         report_failure(session, until=self.until, lost=self.lost, recovery=recovery, kept=kept, times=times)
-        binding.on_recovered(self.until, mark.outcome, is_between=self.is_between)
+        if isinstance(binding, SupportsRecoveryHook):
+            binding.on_recovered(self.until, mark.outcome, is_between=self.is_between)
 
     def _replay(self, prepared: Prepared) -> Recovery:
         session, binding = self.session, self.session.binding
@@ -112,7 +114,8 @@ def rejoin(session: Session, meeting: Meeting) -> Rejoined:
     binding, point, reached = session.binding, meeting.point, meeting.reached
     common = reached.common if point.is_between else reached.begun or reached.common
     binding.put_progress(common["progress"])
-    binding.resume(point.iteration, reached.run_totals)
+    if isinstance(binding, SupportsTotals):
+        binding.resume(point.iteration, reached.run_totals)
     session.saving.disk.start()
     session.recoverer.clean_at = point.clean_at
     if session.auditor.distrust is not None and binding.record is not None:

@@ -33,8 +33,9 @@ from moevement_core.session.build import build_session
 from moevement_core.session.kept_state import KeptState, Resizing
 from moevement_core.session.meeting import Meeting, follow, meet
 from moevement_core.session.session import Session
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsRecoveryHook, SupportsTotals, leave_out
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Rebuilder(ABC):
         """
 
     @abstractmethod
-    def build(self, names: JobNames, offers: Sequence[Offer]) -> Binding:
+    def build(self, names: JobNames, offers: Sequence[Offer]) -> BindingInterface:
         """Build model and optimizer for the present ranks, with any weights, and return their binding. Collective.
 
         Args:
@@ -77,7 +78,7 @@ class Rebuilder(ABC):
         """
 
     @abstractmethod
-    def begin_record(self, binding: Binding) -> None:
+    def begin_record(self, binding: BindingInterface) -> None:
         """Open the record of the run again, on the last of the present ranks. Collective.
 
         Args:
@@ -122,7 +123,8 @@ class ResizedSession:
         session.begin_training()
         self.rebuilder.has_state()
         _report(self)
-        binding.on_recovered(self.until, {}, is_between=self.is_between)
+        if isinstance(binding, SupportsRecoveryHook):
+            binding.on_recovered(self.until, {}, is_between=self.is_between)
 
 
 def resize(resizing: Resizing, session: Session | None, config: SessionConfig, rebuilder: Rebuilder) -> ResizedSession:
@@ -156,7 +158,7 @@ def resize(resizing: Resizing, session: Session | None, config: SessionConfig, r
     names = agree_on_names()
     binding = rebuilder.build(names, offers)
     if names.rollback is not None:
-        binding.leave_out(names.rollback.left_out)
+        leave_out(binding, names.rollback.left_out)
     try:
         return _resized(resizing, meeting, offers, binding=binding, config=config, names=names, rebuilder=rebuilder)
     except StateMissing as why:
@@ -179,7 +181,7 @@ def _resized(
     resizing: Resizing,
     meeting: Meeting,
     offers: Sequence[Offer],
-    binding: Binding,
+    binding: BindingInterface,
     config: SessionConfig,
     names: JobNames,
     rebuilder: Rebuilder,
@@ -207,7 +209,8 @@ def _resized(
             log.info(f"{why}; snapshots restore the state after iteration {until}")
     binding.put_progress(progress)
     resizing.formed(binding, meeting.reached.status.start)
-    binding.resume(until, meeting.reached.run_totals)
+    if isinstance(binding, SupportsTotals):
+        binding.resume(until, meeting.reached.run_totals)
     rebuilder.begin_record(binding)
     return ResizedSession(
         build_session(binding, config, names, prepared, snapshots_before=kept.snapshots if kept is not None else ()),
@@ -237,7 +240,7 @@ def _results(live: KeptState | None, iteration: int) -> dict[RankLayout, Any]:
     return {layout: results.value for layout, results in filter(None, sent)}
 
 
-def _live_boundary(live: KeptState | None, meeting: Meeting, binding: Binding) -> Mapping[str, Any] | None:
+def _live_boundary(live: KeptState | None, meeting: Meeting, binding: BindingInterface) -> Mapping[str, Any] | None:
     """Return the boundary record with which this rank continues from the newest iteration. Collective.
 
     Returns:
@@ -253,7 +256,7 @@ def _live_boundary(live: KeptState | None, meeting: Meeting, binding: Binding) -
 
 
 @torch.no_grad()
-def _bring_live(live: KeptState | None, binding: Binding, *, is_verified: bool) -> Exchanged:
+def _bring_live(live: KeptState | None, binding: BindingInterface, *, is_verified: bool) -> Exchanged:
     """Fill a newly built model with the state that survivors have after the resume iteration. Collective.
 
     Returns:

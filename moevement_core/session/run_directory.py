@@ -21,7 +21,7 @@ from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.run.events import Started
 from moevement_core.run.run_record import RunRecord
 from moevement_core.topology.parts import RankParts
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.digest import digest
 from moevement_core.util.environment import MEMBER_ENV
 from moevement_core.util.lock import FolderLock, acquire
@@ -129,7 +129,7 @@ class Lines:
         began_at: iteration that the job started from.
     """
 
-    def __init__(self, binding: Binding, began_at: int) -> None:
+    def __init__(self, binding: BindingInterface, began_at: int) -> None:
         self._binding, self._began_at = binding, began_at
 
     def write(self, until: int, **fields: Any) -> None:

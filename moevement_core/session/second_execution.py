@@ -23,6 +23,7 @@ from moevement_core.saving.saving import Saving
 from moevement_core.saving.step_records import StepRecords
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.trainer.capabilities import replica_digests
 from moevement_core.trainer.commit import Commit, Mark
 
 
@@ -171,7 +172,7 @@ class SecondExecution:
         log = binding.boundary_log
         evidence.sent = None if log is None else log.digest(iteration)
         evidence.state = self._saving.checkpointer.capturer.whole_now()
-        evidence.weights = repr(binding.replicas())
+        evidence.weights = repr(replica_digests(binding))
         return evidence
 
 

@@ -36,9 +36,10 @@ from moevement_core.session.speed_watch import SpeedWatch
 from moevement_core.speed.waits import waits
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.trainer import observer
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.capabilities import SupportsExit, iterations_left_out
 from moevement_core.trainer.commit import Mark
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface
 
 
 class Session:
@@ -61,7 +62,7 @@ class Session:
 
     def __init__(
         self,
-        binding: Binding,
+        binding: BindingInterface,
         config: SessionConfig,
         saving: Saving,
         speed: SpeedWatch,
@@ -159,7 +160,8 @@ class Session:
         record = {"boundary": boundary, "iteration": self.records.of_last(committed), **learned}
         saving.capture(committed, record, is_first=self._is_first)
         self._is_first = False
-        self.binding.plan_exit(committed, is_winding_down=saving.checkpointer.progress.is_winding_down)
+        if isinstance(self.binding, SupportsExit):
+            self.binding.plan_exit(committed, is_winding_down=saving.checkpointer.progress.is_winding_down)
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders, saving.windows.worth)
@@ -265,7 +267,8 @@ class Session:
     def disconnect(self) -> None:
         """End senders, receivers and writers after the restart guard aborted communication. Snapshots and logs stay."""
         self.saving.meter.interrupted()
-        self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
+        if isinstance(self.binding, SupportsExit):
+            self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
         self.saving.peers.disconnect(self.saving.checkpointer.replicator.receivers)
         self.saving.topology.channels.close()
         self.saving.disk.interrupted()
@@ -297,7 +300,7 @@ class Session:
         self.saving.forget_handed_over()
         self.auditor.resumed(committed)
         self.recoverer.clean_at = None
-        self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
+        self.records.resumed(committed, was_left_out=committed in iterations_left_out(self.binding))
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)
 

@@ -26,7 +26,7 @@ from moevement_core.speed.findings import Findings, SlowPlace, SlowRanks
 from moevement_core.speed.phases import PhaseClock
 from moevement_core.speed.waits import waits
 from moevement_core.topology.topology import Topology
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 
 SETTLING = 2
 """Number of iterations after a start or a failure that are not compared: a new process compiles code in them."""
@@ -42,7 +42,7 @@ class SpeedWatch:
         config: flags.
     """
 
-    def __init__(self, device: Device, reports: Reports, binding: Binding, config: SpeedConfig) -> None:
+    def __init__(self, device: Device, reports: Reports, binding: BindingInterface, config: SpeedConfig) -> None:
         self._clock, self._reports, self._binding, self._config = PhaseClock(device), reports, binding, config
         self._seconds = deque[tuple[float, ...]](maxlen=EVERY)
         """Seconds of own work by phase, in the newest iterations since the last failure that were timed."""

@@ -43,7 +43,11 @@ class StateTensor:
     key: str
     """Text that names the parameter, the range of its elements, and the kind of tensor (weight, exp_avg, step ...)."""
     tensor: torch.Tensor
-    """View of the live state, never a copy; contiguous, of any dtype, on any device."""
+    """View of the live state, never a copy; contiguous, of any dtype, on any device. It is detached from autograd."""
+
+    def __post_init__(self) -> None:
+        # Otherwise a load would write into a view of a leaf, which autograd refuses once the leaf requires a gradient.
+        object.__setattr__(self, "tensor", self.tensor.detach())
 
     @property
     def nbytes(self) -> int:

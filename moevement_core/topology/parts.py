@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.topology.topology import Topology
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 
 
 @dataclass(frozen=True)
 class RankParts:
     """Objects of one rank in one generation that the functions of a recovery receive as one argument."""
 
-    binding: Binding
+    binding: BindingInterface
     topology: Topology
     states: Mapping[str, OperatorState]
     """Live tensors by operator."""

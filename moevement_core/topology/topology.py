@@ -44,8 +44,8 @@ from moevement_core.replication.protection import Parity
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.snapshot.agreement import Agreement, GroupAgreement, SingleRankAgreement
 from moevement_core.topology.host_budget import AtPeer
-from moevement_core.trainer.binding import Binding, Place
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.interface import BindingInterface, Place
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Topology:
 
 
 def connect(
-    config: SessionConfig, binding: Binding, before: Topology | None = None, *, is_running: bool = False
+    config: SessionConfig, binding: BindingInterface, before: Topology | None = None, *, is_running: bool = False
 ) -> Topology:
     """Return the topology of a generation. Collective: every rank of the job calls it at the same point.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, override
 
 import torch
@@ -19,17 +18,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moevement_core.audit.evidence import AuditedModel
-from moevement_core.audit.observe import before_reductions
 from moevement_core.engine.layout import OperatorState, in_order
 from moevement_core.errors import ConfigError
-from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, StateBytes, layer_name
+from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, OperatorTable, StateBytes, layer_name
+from moevement_core.policy.popularity import Ordering
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.feed import Feeding
-from moevement_core.recovery.replay import Trainer
-from moevement_core.snapshot.snapshot import Snapshot, StateTensor
+from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.snapshot.whole import begin_whole
-from moevement_core.trainer.binding import Binding, Place, Replicas
-from moevement_core.trainer.commit import Commit, UpdateCommit, Vote
+from moevement_core.trainer.binding import Binding, SupportsRedo
+from moevement_core.trainer.capabilities import (
+    Counts,
+    Replicas,
+    SupportsAudit,
+    SupportsCounts,
+    SupportsGradientChecks,
+    SupportsLiveReplicas,
+    SupportsRecoveryHook,
+    SupportsReplicaDigests,
+    SupportsSkips,
+    SupportsWipe,
+)
+from moevement_core.trainer.interface import Place
+from moevement_core.trainer.token_counts import TokenCounts
 
 BUCKET = 1 << 23
 """Approximate number of gradient elements that ranks average in one collective."""
@@ -40,7 +50,18 @@ OperatorParts = tuple[str, OperatorKind, Sequence[nn.Parameter]]
 """Name of an operator, its kind, and its parameters on this rank."""
 
 
-class TorchBinding(Binding):
+class TorchBinding(
+    Binding,
+    SupportsCounts,
+    SupportsSkips,
+    SupportsGradientChecks,
+    SupportsReplicaDigests,
+    SupportsLiveReplicas,
+    SupportsRedo,
+    SupportsRecoveryHook,
+    SupportsAudit,
+    SupportsWipe,
+):
     """Binding of one rank of a job that trains a replicated ``nn.Module``.
 
     The constructor makes no collective, because a replacement calls it alone. All ranks must build equal weights, for
@@ -56,6 +77,7 @@ class TorchBinding(Binding):
             and so are the embeddings and the rest. Names must not depend on the rank.
         local: parameters that no other rank holds, such as those of this rank's experts. In a replay, all operators of
             this rank may be frozen at once; so call ``requires_grad_()`` on the input of the first layer.
+        counts: counters to which the model's routers add; None to order operators without popularity.
         clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
         scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer; the binding steps it.
         seed: seed of the random numbers, which each rank draws anew in each iteration.
@@ -72,6 +94,7 @@ class TorchBinding(Binding):
         *,
         operators: Iterable[OperatorParts] | None = None,
         local: Iterable[nn.Parameter] = (),
+        counts: TokenCounts | None = None,
         clip_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         seed: int = 0,
@@ -79,6 +102,7 @@ class TorchBinding(Binding):
         _refuse(model)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
+        self._counts = counts
         self._parts = [
             (name, kind, list(parameters))
             for name, kind, parameters in (operators_of(model) if operators is None else operators)
@@ -93,20 +117,34 @@ class TorchBinding(Binding):
         self._logged = {id(parameter): torch.zeros_like(parameter).view(-1) for parameter in trained}
         """Gradients of the last update by the parameter's id, for redo."""
         self._left_out = frozenset[int]()
+        self._frozen = frozenset[str]()
+        """Operators that compute no gradients in the iteration of a replay."""
 
     # An iteration
 
-    def forward_backward(self, iteration: int) -> None:
+    @override
+    def run(self, iteration: int, frozen: frozenset[str] = frozenset()) -> None:
         """Compute the gradients of an iteration; the loop calls it before ``session.step``.
 
         Random numbers are a function of the binding's seed, the iteration and the rank.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._freeze(frozen)
+        self.clear_gradients()
         torch.manual_seed(((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS)
         losses = self._compute_gradients(iteration)
         named = losses if isinstance(losses, Mapping) else {"loss": losses}
         self.losses[iteration] = {name: loss.detach() for name, loss in named.items()}
 
+    def _freeze(self, frozen: frozenset[str]) -> None:
+        if frozen == self._frozen:
+            return
+        trained, self._frozen = {id(parameter) for parameter in self._trained}, frozen
+        for name, _, parameters in self._parts:
+            for parameter in parameters:
+                parameter.requires_grad_(name not in frozen and id(parameter) in trained)
+
+    @override
     def reduce(self) -> dict[str, Any]:
         """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
         world, squares = dist.get_world_size(), torch.zeros(())
@@ -135,6 +173,7 @@ class TorchBinding(Binding):
         dist.all_reduce(sums)
         of_local, *of_losses = sums.tolist()
         outcome = {"losses": {name: total / world for name, total in zip(losses, of_losses, strict=True)}}
+        self._note_losses(self.iteration + 1, outcome)
         if self._clip_norm is None:
             return outcome
         return {"norm": math.sqrt(float(squares) + of_local), **outcome}
@@ -156,8 +195,9 @@ class TorchBinding(Binding):
                 "before you make the model"
             )
 
+    @override
     def update(self, outcome: Mapping[str, Any]) -> None:
-        """Clip gradients, make the steps of optimizer and schedule, and note the losses."""
+        """Clip gradients, and make the steps of optimizer and schedule."""
         scale = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (outcome["norm"] + 1e-6))
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -166,7 +206,6 @@ class TorchBinding(Binding):
                         parameter.grad.mul_(scale)
                     self._logged[id(parameter)].copy_(parameter.grad.reshape(-1))
         self._step()
-        self._note_losses(self.iteration + 1, outcome)
 
     def _note_losses(self, iteration: int, outcome: Mapping[str, Any]) -> None:
         self.losses[iteration] = {name: torch.tensor(loss) for name, loss in outcome["losses"].items()}
@@ -181,10 +220,6 @@ class TorchBinding(Binding):
         if self.scheduler is not None:
             self.scheduler.step()
         self.model.zero_grad()  # also of parameters that the optimizer does not have
-
-    @override
-    def commit_point(self, vote: Vote) -> Commit:
-        return UpdateCommit(self, vote)
 
     # State
 
@@ -250,8 +285,8 @@ class TorchBinding(Binding):
             buffer.copy_(boundary["buffers"][name])
 
     @override
-    def put_progress(self, progress: Mapping[str, int]) -> None:
-        self.iteration = progress["iteration"]
+    def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
+        return None if self._counts is None else self._counts.of_table(table)
 
     @override
     def settings(self) -> dict[str, Any]:
@@ -269,14 +304,6 @@ class TorchBinding(Binding):
         self._left_out |= set(iterations)
 
     # After a failure
-
-    @override
-    def regroup(self) -> None:
-        """Do nothing: all communication uses the default group, and no object keeps a reference to it."""
-
-    @override
-    def build(self, build_data: Any) -> bool:
-        return True  # the constructor has just built everything
 
     @override
     def clear_gradients(self) -> None:
@@ -310,16 +337,7 @@ class TorchBinding(Binding):
         """Do nothing: every rank saves all the state that it holds."""
 
     @override
-    @contextmanager
-    def replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[Trainer]:
-        trained = {id(parameter): parameter.requires_grad for parameter in self.model.parameters()}
-        try:
-            yield _Replay(self, self._parts)
-        finally:
-            for parameter in self.model.parameters():
-                parameter.requires_grad_(trained[id(parameter)])
-
-    def redo(self, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]]) -> None:
+    def redo(self, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Mapping[str, Any]) -> None:
         """Repeat an update from logged gradients, which are averaged and clipped already."""
         parameters = {name: parameters for name, _, parameters in self._parts}
         for name, logged in gradients.items():
@@ -333,59 +351,6 @@ class TorchBinding(Binding):
         for state in self.states().values():
             for entry in state.full:
                 entry.tensor.fill_(float("nan") if entry.tensor.is_floating_point() else 0)
-
-
-class _Replay(Trainer):
-    """Trainer of a replay, which executes iterations again while some operators are frozen."""
-
-    def __init__(self, binding: TorchBinding, parts: Sequence[tuple[str, OperatorKind, list[nn.Parameter]]]) -> None:
-        self._binding, self._parts = binding, parts
-        self._outcome: Mapping[str, Any] = {}
-        tensors = (entry for state in binding.states().values() for entry in (*state.compute, *state.full))
-        self._live = {(entry.operator, entry.saved, entry.key): entry.tensor for entry in tensors}
-        self._trained = {id(p) for _, _, parameters in parts for p in parameters if p.requires_grad}
-
-    @override
-    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
-        for entry, tensor in snapshot.tensors_of(loads):
-            self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
-
-    @override
-    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        self._binding.redo(gradients)
-
-    @override
-    def gather_replicas(self) -> None:
-        self._binding.gather_replicas()
-
-    @override
-    def put_boundary(self, boundary: Any) -> None:
-        self._binding.put_boundary(boundary)
-
-    @override
-    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
-        for name, _, parameters in self._parts:
-            for parameter in parameters:
-                parameter.requires_grad_(name not in frozen and id(parameter) in self._trained)
-
-    @override
-    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        if iteration in self._binding.iterations_left_out():
-            self._outcome, self._binding.iteration = {}, iteration
-            return {}
-        self._binding.iteration = iteration - 1
-        self._binding.forward_backward(iteration)
-        before_reductions()
-        reduced = self._binding.reduce()
-        # The norm of the first execution counts, because frozen operators have no gradients now.
-        self._outcome = reduced if outcome is None else {**outcome["step"], "losses": reduced["losses"]}
-        self._binding.update(self._outcome)
-        self._binding.iteration = iteration
-        return self._binding.losses[iteration]
-
-    @override
-    def record(self) -> Mapping[str, Any]:
-        return {"step": self._outcome} if self._outcome else {}
 
 
 def operators_of(model: nn.Module) -> Iterator[OperatorParts]:

@@ -10,7 +10,7 @@ from tests.docs.commands import blocks
 from tests.training import ROOT
 
 PAGE = ROOT / "docs" / "own_trainer.md"
-EXAMPLES = [ROOT / "examples" / "plain_torch" / name for name in ("small.py", "train.py")]
+EXAMPLES = [ROOT / "examples" / "plain_torch" / name for name in ("small.py", "own_binding.py")]
 """Examples from which the page shows code, in the order of its blocks."""
 
 
@@ -23,6 +23,10 @@ def test_the_code_is_that_of_the_examples() -> None:
         assert not set(lines) - of_example
 
 
+def test_an_example_with_experts_fits_on_a_page_and_a_half() -> None:
+    assert len((ROOT / "examples" / "plain_torch" / "train.py").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_the_reference_is_up_to_date() -> None:
     assert binding_table.OUTPUT.read_text(encoding="utf-8") == binding_table.page(), (
         "run: python scripts/binding_table.py"
@@ -31,5 +35,5 @@ def test_the_reference_is_up_to_date() -> None:
 
 def test_the_guide_names_every_method_that_has_to_be_written() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert len(Binding.__abstractmethods__) > 8
+    assert len(Binding.__abstractmethods__) == 8
     assert not {name for name in Binding.__abstractmethods__ if not re.search(rf"`{name}\(", text)}

@@ -25,14 +25,14 @@ member = int(os.environ["MOEVEMENT_MEMBER"])
 train.main()
 """
 RAISES = """
-original = train.Trainer.forward_backward
+original = train.ft.TorchBinding.run
 
-def forward_backward(self, iteration):
+def run(self, iteration, *frozen):
     if (member, iteration) in {faults!r}:
         raise torch.AcceleratorError("CUDA error: uncorrectable NVLink error detected during the execution")
-    original(self, iteration)
+    original(self, iteration, *frozen)
 
-train.Trainer.forward_backward = forward_backward
+train.ft.TorchBinding.run = run
 """
 HANGS = """
 loop.visible_devices = lambda: ("GPU-0", "GPU-1", "GPU-2")

@@ -327,6 +327,6 @@ def exiting(trainer):
 
 
 sys.argv[0] = {script!r}
-source = open({script!r}).read().replace('if __name__ == "__main__":', "exiting(Trainer)\\nif True:")
+source = open({script!r}).read().replace('if __name__ == "__main__":', "exiting(ft.TorchBinding)\\nif True:")
 exec(compile(source, {script!r}, "exec"), globals())
 """

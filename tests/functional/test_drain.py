@@ -24,13 +24,13 @@ PACED = """
 import sys, time
 sys.path.insert(0, {example!r})
 import train
-original = train.Trainer.forward_backward
+original = train.ft.TorchBinding.run
 
-def forward_backward(self, iteration):
+def run(self, iteration, *frozen):
     time.sleep(0.08)
-    original(self, iteration)
+    original(self, iteration, *frozen)
 
-train.Trainer.forward_backward = forward_backward
+train.ft.TorchBinding.run = run
 train.main()
 """
 MEGATRON: dict[str, Any] = {

@@ -33,8 +33,9 @@ def test_a_job_goes_back_to_a_window_of_choice(tmp_path: Path, capsys: pytest.Ca
     listed = json.loads(capsys.readouterr().out)["windows"]
     losses = {line["iteration"]: line["loss"] for line in RunRecord(tmp_path / "first").metrics()}
     assert len(listed) > 3
+    losses_of_windows = {0: None} | losses  # On a slow disk, the window of the start is still among the newest ones.
     for window in listed:
-        assert (window["ranks"], window["loss"]) == (2, losses[window["iteration"]])
+        assert (window["ranks"], window["loss"]) == (2, losses_of_windows[window["iteration"]])
         assert window["nbytes"] > 100_000
     chosen = listed[2]["iteration"]
     load = ("--moevement-load", str(windows), "--moevement-load-iteration")

@@ -22,14 +22,14 @@ PACED = """
 import os, sys, time
 sys.path.insert(0, {example!r})
 import train
-original = train.Trainer.forward_backward
+original = train.ft.TorchBinding.run
 slow = os.environ.get("MOEVEMENT_MEMBER") in {slow!r}
 
-def forward_backward(self, iteration):
+def run(self, iteration, *frozen):
     time.sleep(0.1 if slow else 0.04)
-    original(self, iteration)
+    original(self, iteration, *frozen)
 
-train.Trainer.forward_backward = forward_backward
+train.ft.TorchBinding.run = run
 train.main()
 """
 

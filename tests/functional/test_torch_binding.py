@@ -14,6 +14,7 @@ from tests.launching import finished, launch
 from tests.training import ROOT
 
 SMALL = ROOT / "examples" / "plain_torch" / "small.py"
+OWN = ROOT / "examples" / "plain_torch" / "own_binding.py"
 WITH_EXPERTS = """
 import argparse
 from pathlib import Path
@@ -59,7 +60,7 @@ def make():
 
 def loop(session):
     for iteration in ft.iterations(session, until=args.iterations):
-        session.binding.forward_backward(iteration)
+        session.binding.run(iteration)
         session.step()
 
 
@@ -102,6 +103,18 @@ def test_experts_that_one_rank_holds_come_back(recovery: str, tmp_path: Path) ->
     )  # fmt: skip
     (lost,) = recoveries(record)
     assert (lost["redone"] if recovery == "redo" else lost["replayed"]) > 0
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+
+
+@pytest.mark.parametrize("phase", ["step", "reduce", pytest.param("replicate", marks=pytest.mark.full)])
+def test_a_trainer_of_eight_methods_comes_back(phase: str, tmp_path: Path) -> None:
+    train(tmp_path / "free", OWN, spares=0)
+    record = train(
+        tmp_path / "killed", OWN, "--moevement-inject", f"rank=1,iteration=20,phase={phase}", "--moevement-window", "3",
+        spares=1,
+    )  # fmt: skip
+    (lost,) = recoveries(record)
+    assert lost["replayed"] > 0
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
 
 

@@ -140,7 +140,7 @@ class RankProcess(Process):
             world().checks.placed(self)
             for iteration in iterations(session, until=scenario.iterations):
                 trainer: Any = session.binding
-                trainer.forward_backward(iteration)
+                trainer.run(iteration)
                 session.step()
                 world().checks.memory(self)
 

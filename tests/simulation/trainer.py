@@ -154,14 +154,16 @@ class Trainer(ft.Binding):
         self.gradients = torch.zeros(count, dtype=torch.int64)
         self.live: list[int | None] = [None] * count
         """Gradients of the current iteration, by operator; None for operators that have none."""
+        self.places = {name: place for place, name in enumerate(shape.names())}
         self.frozen: frozenset[int] = frozenset()
         self.is_replaying = False
 
     # A step
 
-    def forward_backward(self, iteration: int, feeds: Feeds | None = None) -> None:
+    def run(self, iteration: int, frozen: frozenset[str] = frozenset(), feeds: Feeds | None = None) -> None:
         """Compute the gradients of ``iteration``. Neighbouring stages or, in a replay, ``feeds`` provide the inputs."""
         shape = self.shape
+        self.frozen = frozenset(self.places[name] for name in frozen)
         computes = self._gather("compute", shape.stage(self.stage), self.compute.tolist())
         local = local_of(iteration, computes)
         world().sleep(self.pace.compute_s * world().rng.uniform(0.5, 1.5))
@@ -245,23 +247,14 @@ class Trainer(ft.Binding):
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
         self.put_progress(boundary["progress"])
 
-    def put_progress(self, progress: Mapping[str, int]) -> None:
-        self.iteration = progress["iteration"]
-
-    def commit_point(self, vote: ft.Vote) -> ft.Commit:
-        return ft.UpdateCommit(self, vote)
-
     @property
     def sent_bytes(self) -> int:
         return 64 if self.shape.stages > 1 else 0
 
+    def stages_are_tied_by(self) -> str | None:
+        return None
+
     # After a failure
-
-    def regroup(self) -> None:
-        """Do nothing, as no state here refers to a process group."""
-
-    def build(self, build_data: Any) -> bool:
-        return True
 
     def clear_gradients(self) -> None:
         self.live = [None] * self.shape.operators
@@ -287,13 +280,13 @@ class Replay(ft.Trainer):
 
     def __init__(self, trainer: Trainer, feeds: Feeds | None) -> None:
         self.trainer, self.feeds = trainer, feeds
-        self.places = {name: place for place, name in enumerate(trainer.shape.names())}
+        self.frozen = frozenset[str]()
         self.step_outcome: Any = None
 
     def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
         trainer = self.trainer
         for entry, tensor in snapshot.tensors_of(loads):
-            place = self.places[entry.operator]
+            place = trainer.places[entry.operator]
             if entry.saved is ft.Saved.FULL:
                 trainer.masters[place] = int(tensor)
                 trainer.compute[place] = compute_of(int(tensor))
@@ -303,7 +296,7 @@ class Replay(ft.Trainer):
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
         for name, tensors in gradients.items():
             for _, gradient in tensors:
-                self.trainer._apply(self.places[name], int(gradient), outcome["step"]["norm"])
+                self.trainer._apply(self.trainer.places[name], int(gradient), outcome["step"]["norm"])
 
     def gather_replicas(self) -> None:
         self.trainer.gather_replicas()
@@ -312,7 +305,7 @@ class Replay(ft.Trainer):
         self.trainer.put_boundary(boundary)
 
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
-        self.trainer.frozen = frozenset(self.places[name] for name in frozen)
+        self.frozen = frozen
 
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         trainer = self.trainer
@@ -320,7 +313,7 @@ class Replay(ft.Trainer):
             self.feeds.begin(iteration)
         if trainer.boundary_log is not None:
             trainer.boundary_log.begin(iteration)
-        trainer.forward_backward(iteration, self.feeds)
+        trainer.run(iteration, self.frozen, self.feeds)
         if trainer.boundary_log is not None:
             trainer.boundary_log.end()
         self.step_outcome = outcome["step"] if outcome is not None else trainer.reduce()

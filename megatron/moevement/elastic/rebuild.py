@@ -15,7 +15,7 @@ from megatron.moevement.runtime.job import Process
 from moevement_core.saving.identity import JobNames
 from moevement_core.session.resize import Offer, Rebuilder
 from moevement_core.session.run_directory import lock_run_directory
-from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.lock import FolderLock
 
 
@@ -41,7 +41,7 @@ class MegatronRebuilder(Rebuilder):
         self._process.start_over()
 
     @override
-    def build(self, names: JobNames, offers: Sequence[Offer]) -> Binding:
+    def build(self, names: JobNames, offers: Sequence[Offer]) -> BindingInterface:
         from megatron.training import get_args
 
         self._first.put()
@@ -67,7 +67,7 @@ class MegatronRebuilder(Rebuilder):
         self._process.resizing.forget()
 
     @override
-    def begin_record(self, binding: Binding) -> None:
+    def begin_record(self, binding: BindingInterface) -> None:
         from megatron.training import get_args
 
         live = self._process.job.live

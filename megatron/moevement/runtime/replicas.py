@@ -10,7 +10,7 @@ from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.runtime.live import Live
 from moevement_core.snapshot.whole import begin_whole
-from moevement_core.trainer.binding import Replicas
+from moevement_core.trainer.capabilities import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -215,39 +216,51 @@ def test_an_order_by_capacity_needs_a_capacity(factor: float | None) -> None:
     assert re.search(r"--moevement-order capacity\b.*--moe-expert-capacity-factor\b.*--moevement-order hard", complaint)
 
 
-class WithoutGathering(MegatronBinding):
-    gather_replicas = Binding.gather_replicas
-    expert_room = Binding.expert_room
-    expert_capacities = Binding.expert_capacities
+def without_capabilities(**methods: Callable[..., Any]) -> Binding:
+    """Return a binding that has the core's methods and no others."""
+    core: dict[str, Any] = dict.fromkeys(Binding.__abstractmethods__, lambda *arguments: {})
+    return type("OwnTrainer", (Binding,), core | methods)()
 
 
 def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> None:
     config = session_config(parsed("--moevement-recovery", "redo"))
     assert config is not None
-    live = Live()
-    needed = r"\bWithoutGathering\b.*\bgather_replicas\(\).*--moevement-recovery replay\b"
+    needed = r"\bOwnTrainer\b.*\bgather_replicas\(\).*--moevement-recovery replay\b"
     with pytest.raises(ConfigError, match=rf"--moevement-recovery redo\b.*{needed}"):
-        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(without_capabilities(), config.strategy)
 
 
 def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
     words = ("--moevement-strategy", "moetion", "--moevement-capacity-boost", "0.1")
     config = session_config(parsed(*words, moe_expert_capacity_factor=1.0))
     assert config is not None
-    live = Live()
-    needed = r"\bWithoutGathering\b.*\bexpert_room\(\)"
+    needed = r"\bOwnTrainer\b.*\bexpert_room\(\)"
     with pytest.raises(ConfigError, match=rf"--moevement-capacity-boost 0\.1\b.*{needed}"):
-        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(without_capabilities(), config.strategy)
 
 
 def test_an_order_by_capacity_is_refused_for_a_trainer_that_does_not_define_it() -> None:
     config = session_config(parsed("--moevement-order", "capacity"))
     assert config is not None
     live = Live()
-    needed = r"\bWithoutGathering\b.*\bexpert_capacities\(\)"
+    needed = r"\bOwnTrainer\b.*\bexpert_capacities\(\)"
     with pytest.raises(ConfigError, match=rf"--moevement-order capacity\b.*{needed}"):
-        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(without_capabilities(), config.strategy)
     refuse_what_is_not_defined(MegatronBinding(live, Ledger(live)), config.strategy)
+
+
+def test_redo_needs_the_method_that_repeats_updates() -> None:
+    config = session_config(parsed("--moevement-recovery", "redo"))
+    assert config is not None
+    with pytest.raises(ConfigError, match=r"--moevement-recovery redo\b.*\bOwnTrainer\b.*\bredo\(\)"):
+        refuse_what_is_not_defined(without_capabilities(gather_replicas=lambda self: None), config.strategy)
+
+
+def test_half_a_capability_is_refused() -> None:
+    config = session_config(parsed())
+    assert config is not None
+    with pytest.raises(ConfigError, match=r"\bOwnTrainer\b.*\bleave_out\b.*\biterations_left_out\b"):
+        refuse_what_is_not_defined(without_capabilities(leave_out=lambda self, iterations: None), config.strategy)
 
 
 @pytest.mark.parametrize("recovery", list(RecoveryKind))
