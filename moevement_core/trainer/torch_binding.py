@@ -2,7 +2,7 @@
 
 The model is replicated: each rank holds all parameters, or all except parameters that only one rank holds, such as the
 experts of expert parallelism. The binding averages gradients over the ranks itself, so the model is not wrapped in
-``DistributedDataParallel``.
+``DistributedDataParallel``. Or ``fully_shard`` has sharded modules, and FSDP averages their gradients.
 """
 
 from __future__ import annotations
@@ -34,11 +34,21 @@ from moevement_core.trainer.capabilities import (
     SupportsGradientChecks,
     SupportsLiveReplicas,
     SupportsRecoveryHook,
+    SupportsRegroup,
     SupportsReplicaDigests,
     SupportsSkips,
     SupportsWipe,
 )
+from moevement_core.trainer.fsdp import (
+    ShardedRows,
+    forget_pass,
+    like_shard,
+    refuse_other_shards,
+    shard_of,
+    use_new_groups,
+)
 from moevement_core.trainer.interface import Place
+from moevement_core.trainer.recut import Recut
 from moevement_core.trainer.token_counts import TokenCounts
 
 BUCKET = 1 << 23
@@ -54,6 +64,7 @@ class TorchBinding(
     Binding,
     SupportsCounts,
     SupportsSkips,
+    SupportsRegroup,
     SupportsGradientChecks,
     SupportsReplicaDigests,
     SupportsLiveReplicas,
@@ -62,13 +73,14 @@ class TorchBinding(
     SupportsAudit,
     SupportsWipe,
 ):
-    """Binding of one rank of a job that trains a replicated ``nn.Module``.
+    """Binding of one rank of a job that trains an ``nn.Module``, replicated or sharded by ``fully_shard`` (FSDP2).
 
     The constructor makes no collective, because a replacement calls it alone. All ranks must build equal weights, for
     example after ``torch.manual_seed``; the first update checks this.
 
     Args:
-        model: the model, on its device, not wrapped in ``DistributedDataParallel``. Parameters are not sharded.
+        model: the model, on its device, not wrapped in ``DistributedDataParallel``. ``fully_shard`` may have sharded
+            it, or modules in it, over all ranks.
         optimizer: optimizer of torch with the model's parameters. If it has no state yet, the constructor creates that
             state as the first step would.
         compute_gradients: function that computes the gradients of this rank's share of the batch of an iteration, and
@@ -100,6 +112,7 @@ class TorchBinding(
         seed: int = 0,
     ) -> None:
         _refuse(model)
+        refuse_other_shards(model)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
         self._counts = counts
@@ -113,8 +126,10 @@ class TorchBinding(
         make_state(optimizer)
         is_local = {id(parameter) for parameter in local}
         self._local = [parameter for parameter in trained if id(parameter) in is_local]
-        self._buckets = list(_buckets(parameter for parameter in trained if id(parameter) not in is_local))
-        self._logged = {id(parameter): torch.zeros_like(parameter).view(-1) for parameter in trained}
+        self._sharded = [parameter for parameter in trained if isinstance(parameter, DTensor)]
+        others = is_local | {id(parameter) for parameter in self._sharded}
+        self._buckets = list(_buckets(parameter for parameter in trained if id(parameter) not in others))
+        self._logged = {id(parameter): torch.zeros_like(shard_of(parameter.detach())).view(-1) for parameter in trained}
         """Gradients of the last update by the parameter's id, for redo."""
         self._left_out = frozenset[int]()
         self._frozen = frozenset[str]()
@@ -130,7 +145,7 @@ class TorchBinding(
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self._freeze(frozen)
-        self.clear_gradients()
+        self.model.zero_grad()
         torch.manual_seed(((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS)
         losses = self._compute_gradients(iteration)
         named = losses if isinstance(losses, Mapping) else {"loss": losses}
@@ -165,6 +180,8 @@ class TorchBinding(
                 if parameter.grad is not None:
                     parameter.grad.copy_(mean.view_as(parameter))
         own = [parameter.grad.div_(world) for parameter in self._local if parameter.grad is not None]
+        # FSDP has averaged these in the backward pass.
+        own += [shard_of(parameter.grad) for parameter in self._sharded if parameter.grad is not None]
         losses = self.losses[self.iteration + 1]
         sums = torch.stack([
             sum((each.float().square().sum().cpu() for each in own), torch.zeros(())),
@@ -204,7 +221,7 @@ class TorchBinding(
                 if parameter.grad is not None:
                     if scale != 1.0:
                         parameter.grad.mul_(scale)
-                    self._logged[id(parameter)].copy_(parameter.grad.reshape(-1))
+                    self._logged[id(parameter)].copy_(shard_of(parameter.grad).reshape(-1))
         self._step()
 
     def _note_losses(self, iteration: int, outcome: Mapping[str, Any]) -> None:
@@ -225,8 +242,8 @@ class TorchBinding(
 
     @property
     def has_local_state(self) -> bool:
-        """True if this rank holds parameters that no other rank holds."""
-        return bool(self._local)
+        """True if this rank holds parameters, or shards of parameters, that no other rank holds."""
+        return bool(self._local or self._sharded)
 
     @property
     def _device(self) -> torch.device:
@@ -234,7 +251,7 @@ class TorchBinding(
 
     @override
     def place(self) -> Place:
-        return Place(same_state=dist.get_rank() if self.has_local_state else 0)
+        return Place(same_state=dist.get_rank() if self._local else 0)
 
     @override
     def operators(self) -> Sequence[Operator]:
@@ -247,7 +264,7 @@ class TorchBinding(
         for name, _, parameters in self._parts:
             compute, full, gradients = [], [], []
             for number, parameter in enumerate(parameters):
-                weight = parameter.data.view(-1)
+                weight = shard_of(parameter.data).view(-1)
                 compute.append(StateTensor(name, Saved.COMPUTE, f"{number}/weight", weight))
                 tensors = {"weight": weight, **_tensors(self.optimizer.state.get(parameter, {}))}
                 full += [
@@ -306,7 +323,12 @@ class TorchBinding(
     # After a failure
 
     @override
+    def regroup(self) -> None:
+        use_new_groups(self.model)
+
+    @override
     def clear_gradients(self) -> None:
+        forget_pass(self.model)
         self.model.zero_grad()
 
     @override
@@ -343,8 +365,20 @@ class TorchBinding(
         for name, logged in gradients.items():
             for key, gradient in logged:
                 parameter = parameters[name][int(key)]
-                parameter.grad = gradient.to(parameter.device, copy=True).view_as(parameter)
+                parameter.grad = like_shard(gradient.to(parameter.device, copy=True), parameter)
         self._step()
+
+    @override
+    def recut(self) -> Recut:
+        shapes: dict[tuple[str, str], tuple[int, int]] = {}
+        for name, _, parameters in self._parts:
+            for number, parameter in enumerate(parameters):
+                if isinstance(parameter, DTensor):
+                    state = self.optimizer.state.get(parameter, {})
+                    sharded = ["weight", *(what for what, value in state.items() if isinstance(value, DTensor))]
+                    shape = parameter.shape[0], parameter.shape[1:].numel()
+                    shapes |= {(name, key): shape for key in (f"{number}", *(f"{number}/{what}" for what in sharded))}
+        return ShardedRows(self.states, self.losses, shapes)
 
     @override
     def wipe(self) -> None:
@@ -426,7 +460,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
                             "which a snapshot can save"
                         )
                     continue
-                if name != "step" and bool(value.count_nonzero()):
+                if name != "step" and bool(shard_of(value).count_nonzero()):
                     raise ConfigError(
                         f"{type(optimizer).__name__}: its state {name!r} does not begin at 0; create the state of "
                         "every parameter before you make the binding"
@@ -435,7 +469,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in in_order(state).items() if isinstance(value, torch.Tensor)}
+    return {name: shard_of(value) for name, value in in_order(state).items() if isinstance(value, torch.Tensor)}
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -463,7 +497,7 @@ def _refuse(model: nn.Module) -> None:
     """Refuse models that this binding does not handle.
 
     Raises:
-        ConfigError: the model averages gradients itself, or its parameters are sharded.
+        ConfigError: the model averages gradients itself, or a parameter is not contiguous.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
@@ -471,11 +505,6 @@ def _refuse(model: nn.Module) -> None:
             "because TorchBinding averages gradients itself"
         )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter {name} is sharded (DTensor); TorchBinding needs whole parameters: write a Binding "
-                "(docs/own_trainer.md)"
-            )
         if not parameter.is_contiguous():
             raise ConfigError(f"parameter {name} is not contiguous; make it so before you make the optimizer")
 

@@ -1,0 +1,137 @@
+"""Modules that torch's ``fully_shard`` (FSDP2) has sharded over all ranks, as :class:`TorchBinding` sees them.
+
+Each rank holds a shard of every parameter, a range of its rows, and updates this shard alone. So the local shards are a
+rank's state. FSDP reduces gradients within the backward pass, and keeps references to process groups and the remains of
+an interrupted pass; both are renewed here after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from moevement_core.elastic.exchange import Piece
+from moevement_core.elastic.layout import RankLayout
+from moevement_core.engine.layout import OperatorState
+from moevement_core.errors import ConfigError
+from moevement_core.snapshot.snapshot import StateTensor
+from moevement_core.trainer.recut import WholeTensors
+
+NEEDED = "reset_iter_state"
+"""Public method of FSDP2, new in torch 2.13, that drops the remains of an interrupted pass."""
+
+
+def refuse_other_shards(model: nn.Module) -> None:
+    """Refuse sharded parameters other than those of ``fully_shard`` over all ranks of the job.
+
+    Raises:
+        ConfigError: a parameter is sharded in another way, or torch is too old.
+    """
+    sharded = [(name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)]
+    if sharded and not hasattr(FSDPModule, NEEDED):
+        raise ConfigError(
+            f"torch {torch.__version__} has no FSDPModule.{NEEDED}, so FSDP2 cannot go on after a failure; needs torch "
+            "2.13 or newer"
+        )
+    of_fsdp = {id(each) for root in roots(model) for each in root.parameters()}  # type: ignore[attr-defined]
+    for name, parameter in sharded:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if id(parameter) not in of_fsdp:
+            raise ConfigError(
+                f"parameter {name} is sharded, but not by fully_shard; TorchBinding knows no other shards: write a "
+                "Binding (docs/own_trainer.md)"
+            )
+        if placements != (Shard(0),) or mesh.size() != dist.get_world_size():
+            raise ConfigError(
+                f"parameter {name} has placements {placements} on a mesh of {mesh.size()} ranks; TorchBinding needs "
+                f"fully_shard over all {dist.get_world_size()} ranks, by rows: leave out mesh and shard_placement_fn"
+            )
+
+
+def roots(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the outermost modules in ``model`` to which ``fully_shard`` was applied."""
+    if isinstance(model, FSDPModule):
+        yield model
+        return
+    for child in model.children():
+        yield from roots(child)
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Drop what an interrupted forward or backward pass has left in FSDP, gathered weights and gradients included."""
+    for root in roots(model):
+        for state in root._get_fsdp_state()._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                # The reset would wait for this gather, whose process group is gone.
+                group._all_gather_result = None
+                for each in group.fsdp_params:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each.unsharded_param.grad = None
+        if root._get_fsdp_state()._is_root:  # False before the first pass, which leaves nothing
+            root.reset_iter_state()
+
+
+def use_new_groups(model: nn.Module) -> None:
+    """Make FSDP use the present default group instead of the one from before the failure.
+
+    The mesh finds its group by a name, which the new default group has as well. FSDP keeps the group itself.
+    """
+    for root in roots(model):
+        for module in root.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    infos: tuple[Any, ...] = (group.mesh_info, group.post_forward_mesh_info)
+                    for info in infos:
+                        if info is not None:
+                            info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``, with the same memory; the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_shard(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``values``, the elements of this rank's part of ``parameter``, in the parameter's form."""
+    if not isinstance(parameter, DTensor):
+        return values.view_as(parameter)
+    return DTensor.from_local(
+        values.view_as(parameter.to_local()), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+class ShardedRows(WholeTensors):
+    """Division of the state of a trainer whose ranks hold ranges of the rows of each parameter.
+
+    Args:
+        states: function that returns the live tensors of this rank.
+        losses: losses of recent iterations on this rank.
+        shapes: number of rows, and of elements in a row, of each sharded tensor by operator and key.
+    """
+
+    def __init__(
+        self,
+        states: Callable[[], Mapping[str, OperatorState]],
+        losses: MutableMapping[int, Mapping[str, Any]],
+        shapes: Mapping[tuple[str, str], tuple[int, int]],
+    ) -> None:
+        super().__init__(states, lambda: 0, losses)
+        self._shapes = shapes
+
+    @override
+    def saved_piece(self, saved: StateTensor, layout: RankLayout) -> Piece:
+        """Return a tensor as a piece that begins at the first row of the rank's shard."""
+        piece = super().saved_piece(saved, layout)
+        if (saved.operator, saved.key) not in self._shapes:
+            return piece
+        rows, width = self._shapes[saved.operator, saved.key]
+        rows_per_rank = -(-rows // layout.world)
+        return Piece(piece.operator, piece.name, min(rows, rows_per_rank * layout.rank) * width, piece.tensor)

@@ -1,0 +1,54 @@
+"""Shards that ``TorchBinding`` does not know are refused, and elements of a shard have their place in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+from moevement_core.elastic.layout import RankLayout
+from moevement_core.errors import ConfigError
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.snapshot import StateTensor
+from moevement_core.trainer.fsdp import ShardedRows, refuse_other_shards, roots
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_outermost_sharded_modules_are_roots(one_rank: None) -> None:
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner))
+    fully_shard(inner)
+    assert list(roots(model)) == [inner]
+    fully_shard(model)
+    assert list(roots(model)) == [model]
+    refuse_other_shards(model)
+
+
+def test_a_tensor_that_is_sharded_in_another_way_is_refused(one_rank: None) -> None:
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Replicate()]))
+    with pytest.raises(ConfigError, match=r"\bweight\b.*\bfully_shard\b"):
+        refuse_other_shards(model)
+
+
+@pytest.mark.parametrize(("rank", "world", "begin"), [(0, 2, 0), (1, 2, 15), (3, 4, 25), (7, 8, 25)])
+def test_a_shard_begins_at_its_first_row(rank: int, world: int, begin: int) -> None:
+    """Five rows of five elements: later ranks have fewer rows, or none."""
+    recut = ShardedRows(dict, {}, {("layer", "0/weight"): (5, 5)})
+    saved = StateTensor("layer", Saved.FULL, "0/weight", torch.zeros(0))
+    assert recut.saved_piece(saved, RankLayout(rank, world, 0)).begin == begin
+    whole = StateTensor("layer", Saved.FULL, "0/step", torch.zeros(1))
+    assert recut.saved_piece(whole, RankLayout(rank, world, 0)).begin == 0
