@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
-from moevement_core.storage.manifest import Manifest, manifests
+from moevement_core.storage.locations import check_location
+from moevement_core.storage.manifest import Manifest
+from moevement_core.storage.places import store_at
 from moevement_core.trainer.config import SWITCH
 from moevement_core.util.numbers import NOT_NEGATIVE
 
@@ -53,7 +56,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "window, saves, and ends. On several hosts, add --moevement-load DIR, --save OUT and --moevement-export to the "
         "job itself."
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder of --moevement-persist-dir")
+    parser.add_argument(
+        "folder", metavar="DIR", type=partial(check_location, "DIR"),
+        help="a folder or a URL of --moevement-persist-dir",
+    )  # fmt: skip
     parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="folder for the dense checkpoint")
     parser.add_argument(
         "--iteration", type=int, metavar="N", help="iteration that the window restores (default: the newest)"
@@ -82,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     words = list(without(config_file.expand(arguments.arguments), DROPPED | OF_LAYOUT))
     words += [
-        *layout_of(settings), *(() if SWITCH in words else (SWITCH,)), "--moevement-load", str(arguments.folder),
+        *layout_of(settings), *(() if SWITCH in words else (SWITCH,)), "--moevement-load", arguments.folder,
         "--moevement-load-iteration", str(window.reaches), "--save", str(arguments.to),
         "--save-interval", "1000000000", EXPORT,
     ]  # fmt: skip
@@ -110,13 +116,16 @@ def layout_of(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from (VOCABULARY, str(rows // settings["tensor_model_parallel_size"]))
 
 
-def _window(folder: Path, iteration: int | None) -> Manifest:
+def _window(folder: str, iteration: int | None) -> Manifest:
     """Return the window that restores ``iteration``; None for the newest one.
 
     Raises:
         ConfigError: there is no such window.
     """
-    windows = manifests(folder) if folder.is_dir() else []
+    try:
+        windows = store_at(folder).manifests()
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; give a place that can be read") from None
     if not windows:
         raise ConfigError(f"{folder}: no window; give a folder of --moevement-persist-dir")
     if iteration is None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from moevement_core.errors import ConfigError, SnapshotError
 from moevement_core.session.run_directory import number
-from moevement_core.storage.files import file_name, is_snapshot_file, owner_and_iteration, read_record
-from moevement_core.storage.manifest import Manifest, manifests_and_refused
+from moevement_core.storage.files import file_name, owner_and_iteration
+from moevement_core.storage.folder_store import FolderStore
+from moevement_core.storage.locations import check_location
+from moevement_core.storage.manifest import Manifest
+from moevement_core.storage.places import store_at
+from moevement_core.storage.store import WindowStore
 
 LAYOUT = {
     "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "expert_model_parallel_size": "ep",
@@ -40,8 +43,8 @@ class WindowRow:
     """First and last snapshot of the window."""
     nbytes: int
     """Bytes of the window's files in this folder. Windows may share files."""
-    written: float
-    """Time at which the window was complete, in seconds since the epoch."""
+    written: float | None
+    """Time at which the window was complete, in seconds since the epoch; None if the place does not say."""
     job: str
 
 
@@ -53,7 +56,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--moevement-load-iteration N. If each node has a folder of its own, the loss is known only in the folder of "
         "the last rank."
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder of --moevement-persist-dir")
+    parser.add_argument(
+        "folder", metavar="DIR", type=partial(check_location, "DIR"),
+        help="a folder or a URL of --moevement-persist-dir",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.set_defaults(run=run)
 
@@ -64,16 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the folder does not exist, or holds no windows.
     """
-    folder = arguments.folder
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: not a folder; give the folder of --moevement-persist-dir")
-    complete, unreadable = manifests_and_refused(folder)
-    if not complete and not unreadable:
-        raise ConfigError(f"{folder}: no window; give the folder of --moevement-persist-dir")
-    windows = []
-    for manifest in complete:
-        with suppress(FileNotFoundError):  # a running job has deleted the window meanwhile
-            windows.append(_window(folder, manifest))
+    store = store_at(arguments.folder)
+    if isinstance(store, FolderStore) and not store.path.is_dir():
+        raise ConfigError(f"{store}: not a folder; give the folder of --moevement-persist-dir")
+    try:
+        complete, unreadable = store.manifests_and_refused()
+        if not complete and not unreadable:
+            raise ConfigError(f"{store}: no window; give the folder of --moevement-persist-dir")
+        windows = []
+        for manifest in complete:
+            with suppress(FileNotFoundError):  # a running job has deleted the window meanwhile
+                windows.append(_window(store, manifest))
+    except OSError as error:
+        raise ConfigError(f"{store}: {error.strerror}; give a place that can be read") from None
     if arguments.json:
         print(json.dumps({"windows": [vars(window) for window in windows], "unreadable": unreadable}))
         return 0
@@ -84,18 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _window(folder: Path, manifest: Manifest) -> WindowRow:
-    files = [path for path in (folder / manifest.name).glob("*") if is_snapshot_file(path.name)]
+def _window(store: WindowStore, manifest: Manifest) -> WindowRow:
+    sizes = store.sizes(manifest.name)
     ranks = manifest.settings.get("world_size")
     return WindowRow(
         iteration=manifest.reaches,
-        loss=_loss(folder / manifest.name, manifest, files),
+        loss=_loss(store, manifest, sizes),
         ranks=ranks if isinstance(ranks, int) else None,
         layout=_layout(manifest.settings),
         first=manifest.first,
         last=manifest.last,
-        nbytes=sum(path.stat().st_size for path in files),
-        written=os.stat(folder / f"{manifest.name}.json").st_mtime,
+        nbytes=sum(sizes.values()),
+        written=store.written_at(manifest.name),
         job=manifest.job,
     )
 
@@ -105,13 +114,13 @@ def _layout(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{short}{size}" for short, size in sizes.items() if isinstance(size, int) and size > 1)
 
 
-def _loss(folder: Path, manifest: Manifest, files: list[Path]) -> float | str | None:
-    """Return the loss of the restored iteration, from the newest snapshot of the highest rank in the folder."""
-    owners = [named[0] for path in files if (named := owner_and_iteration(path.name)) and named[1] == manifest.last]
+def _loss(store: WindowStore, manifest: Manifest, names: Iterable[str]) -> float | str | None:
+    """Return the loss of the restored iteration, from the newest snapshot of the highest rank in the place."""
+    owners = [named[0] for name in names if (named := owner_and_iteration(name)) and named[1] == manifest.last]
     if not owners:
         return None
     try:
-        record = read_record(folder / file_name(max(owners), manifest.last))
+        record = store.record(manifest.name, file_name(max(owners), manifest.last))
     except SnapshotError:
         return None
     losses = record["iteration"].get("losses") or {}
@@ -129,7 +138,7 @@ def _table(windows: list[WindowRow]) -> list[str]:
             window.layout or "-",
             f"{window.first} to {window.last}" if window.first < window.last else str(window.last),
             f"{window.nbytes / 1e9:.3g} GB",
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(window.written)),
+            "-" if window.written is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(window.written)),
             window.job,
         ]
         for window in windows

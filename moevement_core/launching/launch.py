@@ -41,6 +41,7 @@ from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
 from moevement_core.speed.config import EVICT_SLOW
+from moevement_core.storage.locations import refuse_exposed
 from moevement_core.util.environment import MEMBER_ENV, NODE_ENV, STORE_ENV, SUPERVISOR_ENV
 from moevement_core.util.exit_codes import REPLACES_ENV
 from moevement_core.util.file_modes import FLAG, make_folder, use_file_mode
@@ -90,8 +91,13 @@ def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     Returns:
         The script's path with its arguments, in which the files' flags replace ``--config``; and the variables that the
         files set.
+
+    Raises:
+        ConfigError: a URL of windows holds credentials.
     """
-    return [argv[0], *config_file.expand(argv[1:])], config_file.environment_of(argv[1:])
+    words = config_file.expand(argv[1:])
+    refuse_exposed(words)  # before the command line is recorded
+    return [argv[0], *words], config_file.environment_of(argv[1:])
 
 
 def run_dir_of(argv: list[str]) -> Path | None:

@@ -1,4 +1,4 @@
-"""Folder for windows on disk: its path on each rank, the ranks that share it, and the job that owns it."""
+"""Place for windows: folder or object store of each rank, the ranks that share it, and the job that owns it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ import xxhash
 from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import ConfigError, FolderInUse
-from moevement_core.storage.manifest import manifests
+from moevement_core.storage.folder_store import FolderStore
+from moevement_core.storage.locations import NODE, is_url
+from moevement_core.storage.object_store import ObjectStore
+from moevement_core.storage.places import store_at
+from moevement_core.storage.store import WindowStore
 from moevement_core.util.bounded import within
 from moevement_core.util.file_modes import make_folder
-from moevement_core.util.lock import STALE_S, FolderLock, acquire
+from moevement_core.util.lock import STALE_S, FolderLock
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MARK = ".seen-by-"
 """Beginning of the names of mark files."""
-NODE = "{node}"
-"""Placeholder for this rank's node in a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class _Message:
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """Folder that this rank uses, and the ranks that share the folder."""
+    """Folder or object store that this rank uses, and the ranks that share it."""
 
-    path: Path
+    store: WindowStore
     members: tuple[int, ...]
-    """Ranks that see the same folder."""
+    """Ranks that see the same files."""
 
     @property
     def is_first(self) -> bool:
@@ -59,6 +61,11 @@ class SharedFolder:
     def is_shared_by_all(self) -> bool:
         """True if the whole job has one folder, so that every rank sees every file."""
         return len(self.members) == dist.get_world_size()
+
+    @property
+    def asks_for_windows(self) -> bool:
+        """True if this rank asks the place for its list of windows, and tells the others."""
+        return self.store.is_asked_by_all or self.is_first
 
 
 def _folder(template: str, node: str) -> Path:
@@ -78,6 +85,8 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
     folder during the call, and looks for the mark files of other leaders. Leaders that see the same mark file share a
     folder. So the disk answers a few questions of each node, whatever the number of ranks.
 
+    An object store is shared by all ranks, and gets no request here (see ``store_check.py``).
+
     A folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. There, ranks
     that see the same files share a folder.
 
@@ -91,6 +100,8 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
     Raises:
         ConfigError: a rank cannot make or write the folder, or its disk does not answer. Every rank raises it.
     """
+    if is_url(template):
+        return SharedFolder(ObjectStore(template), tuple(range(dist.get_world_size())))
     folder = Path(template)
     message, complaint = _Message(), None
     try:
@@ -106,8 +117,10 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
         if not message.listing:
             complaint, message = within(patience_s, lambda: _listed(flag, folder))
         listings = [finding.listing for finding in _tell_or_refuse(complaint, message)]
-        return SharedFolder(folder, tuple(rank for rank, listing in enumerate(listings) if listing == message.listing))
-    return SharedFolder(folder, _sharers(flag, folder, [finding.leads for finding in findings], patience_s))
+        same = tuple(rank for rank, listing in enumerate(listings) if listing == message.listing)
+        return SharedFolder(FolderStore(folder), same)
+    sharers = _sharers(flag, folder, [finding.leads for finding in findings], patience_s)
+    return SharedFolder(FolderStore(folder), sharers)
 
 
 def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: float) -> tuple[int, ...]:
@@ -215,7 +228,7 @@ def lock_folder(
         held: lock that this rank holds already; None if it holds none.
         patience_s: seconds to wait for the disk.
         may_wait: True to wait, if another job holds the lock, until that job proves to be alive or dead; see
-            :func:`acquire`.
+            :func:`~moevement_core.util.lock.acquire`.
 
     Returns:
         Lock on the first rank of a folder; None on all other ranks.
@@ -227,15 +240,15 @@ def lock_folder(
     lock: FolderLock | None = None
     complaint: ConfigError | None = None
     try:
-        if place.is_first and held is not None and held.folder == place.path and held.lost is None:
+        if place.is_first and held is not None and place.store == FolderStore(held.folder) and held.lost is None:
             lock = held
         elif place.is_first:
-            taking = functools.partial(acquire, place.path, job, flag, may_wait=may_wait, report=log.info)
+            taking = functools.partial(place.store.lock, job, flag, may_wait=may_wait, report=log.info)
             lock = within(patience_s + (2 * STALE_S if may_wait else 0.0), taking)
     except FolderInUse as error:
         complaint = error
     except OSError as error:
-        complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
+        complaint = ConfigError(f"{flag} {place.store}: {error.strerror}; give a folder that every rank can write")
     refusal = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
     if refused := next(
         (refusal_ for refusal_ in all_gather_objects(refusal, tuple[bool, str] | None) if refusal_), None
@@ -256,13 +269,19 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
     Raises:
         ConfigError: a folder holds windows that this job was not asked to load. Every rank raises it.
     """
-    same = load is not None and _folder(load, node) == place.path
-    manifest = None if same or not place.is_first else next(iter(manifests(place.path)), None)
-    conflicts = [
-        name for name in all_gather_objects(f"{place.path}/{manifest.name}" if manifest else None, str | None) if name
-    ]
-    if conflicts:
+    same = load is not None and store_at(load.replace(NODE, node)) == place.store
+    conflict, complaint = None, None
+    if not same and place.is_first:
+        try:
+            window = next(iter(within(START_PATIENCE_S, place.store.manifests)), None)
+            conflict = f"{place.store}/{window.name}" if window is not None else None
+        except OSError as error:
+            complaint = f"--moevement-persist-dir {place.store}: {error.strerror}; give a place that ranks can read"
+    reports = all_gather_objects((complaint, conflict), tuple[str | None, str | None])
+    if refusal := next((text for text, _ in reports if text), None):
+        raise ConfigError(refusal)
+    if conflicts := [name for _, name in reports if name]:
         raise ConfigError(
             f"--moevement-persist-dir: {conflicts[0]} is a window of another job; give --moevement-load with the same "
-            "folder to continue from that window, or give an empty folder"
+            "place to continue from that window, or give an empty place"
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,12 @@ from moevement_core.recovery.plan import Report
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.saving.folder import SharedFolder
 from moevement_core.snapshot.snapshot import Snapshot
-from moevement_core.storage.files import file_name, owner_and_iteration, read_header, read_snapshot
-from moevement_core.storage.manifest import Manifest, manifests_and_refused, reach_of
+from moevement_core.storage.files import file_name
+from moevement_core.storage.folder_store import FolderStore
+from moevement_core.storage.manifest import Manifest, newest_first, reach_of
+from moevement_core.storage.store import WindowStore
 from moevement_core.trainer.equal_bits import arithmetic_of_all, why_window_may_differ
 from moevement_core.trainer.interface import BindingInterface
-from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
@@ -38,46 +38,43 @@ class WindowFiles(SnapshotSource):
     """
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
-        self._folder = place.path / manifest.name
-        self._place = place
+        self._place, self._name = place, manifest.name
         self._range = range(manifest.first, manifest.last + 1)
+        # An object store lists the objects of a window only for ranks of another layout, because such a list is long.
+        self._has_same_ranks = manifest.settings.get("world_size") == dist.get_world_size()
 
     def has(self, iteration: int) -> bool:
         """Return True if ``SS_iteration`` belongs to the window."""
         return iteration in self._range
 
-    def path_of(self, owner: int, iteration: int) -> Path:
-        """Return the path of a snapshot's file."""
-        return self._folder / file_name(owner, iteration)
+    def path_of(self, owner: int, iteration: int) -> Path | None:
+        """Return the path of a snapshot's file; None in an object store."""
+        store = self._place.store
+        return store.path / self._name / file_name(owner, iteration) if isinstance(store, FolderStore) else None
 
     def holdings(self) -> list[Holding]:
         """Return the snapshots that this rank reports and whose files have an undamaged header."""
-        return list(self._holdings())
-
-    def _holdings(self) -> Iterator[Holding]:
-        for name in sorted(os.listdir(self._folder)) if self._folder.is_dir() else ():
-            named = owner_and_iteration(name)
-            if named is None or named[1] not in self._range or not self._is_mine_to_tell(named[0]):
-                continue
-            try:
-                header = read_header(self._folder / name)
-            except SnapshotError as error:
-                damage.report(
-                    "the digest of a file's header", str(error).partition(";")[0], "ranks plan without the file"
-                )
-                continue
-            if (header.rank, header.iteration) == named:
-                yield Holding(
-                    owner=header.rank,
-                    iteration=header.iteration,
-                    state=header.state,
-                    schedule=header.schedule,
-                    contents=header.contents,
-                    source=Source.FILE,
-                )
-
-    def _is_mine_to_tell(self, owner: int) -> bool:
-        return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
+        place = self._place
+        is_elsewhere = (lambda owner: owner not in place.members) if place.is_first else None
+        if place.is_shared_by_all and self._has_same_ranks:
+            is_elsewhere = None
+        try:
+            stored = place.store.stored(self._name, dist.get_rank(), is_elsewhere)
+        except OSError as error:
+            log.warning(f"{place.store}/{self._name}: {error.strerror}; ranks plan without its snapshots")
+            return []
+        return [
+            Holding(
+                owner=entry.owner,
+                iteration=entry.iteration,
+                state=entry.state,
+                schedule=entry.schedule,
+                contents=entry.contents,
+                source=Source.FILE,
+            )
+            for entry in stored
+            if entry.iteration in self._range
+        ]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """Return one snapshot; None if it cannot be read.
@@ -85,7 +82,7 @@ class WindowFiles(SnapshotSource):
         Checks only the snapshot's record. The fetch checks the digests of its tensors.
         """
         try:
-            snapshot = read_snapshot(self._folder / file_name(owner, iteration))
+            snapshot = self._place.store.read(self._name, file_name(owner, iteration))
             snapshot.check_record()
             return snapshot
         except SnapshotError as error:
@@ -105,7 +102,7 @@ class JobWindows(SnapshotSource):
         self.windows = windows
         self._files = [WindowFiles(place, manifest) for manifest in windows]
 
-    def path_of(self, owner: int, iteration: int) -> Path:
+    def path_of(self, owner: int, iteration: int) -> Path | None:
         """Return the path of a snapshot's file in the newest window that has it."""
         return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
 
@@ -130,12 +127,12 @@ class Loaded:
 
     prepared: Prepared
     manifest: Manifest
-    folder: Path
+    store: WindowStore
 
     @property
     def place(self) -> str:
-        """Name and folder of the window, in words."""
-        return f"{self.manifest.name} in {self.folder}"
+        """Name and place of the window, in words."""
+        return f"{self.manifest.name} in {self.store}"
 
 
 def load_newest(
@@ -171,7 +168,7 @@ def load_newest(
     for manifest in candidates:
         if not manifest.is_sealed and dist.get_rank() == 0:
             log.warning(
-                f"{manifest.name} in {place.path}: the manifest has no digest (version 1), so the job cannot detect "
+                f"{manifest.name} in {place.store}: the manifest has no digest (version 1), so the job cannot detect "
                 "edits of the manifest"
             )
         free = elastic.recut().free_settings if elastic is not None else ()
@@ -187,14 +184,14 @@ def load_newest(
             prepared = replace(
                 prepared, other_arithmetic=why, keeps_first=not why, other_data=manifest.other_data(settings)
             )
-            return Loaded(prepared, manifest, place.path)
+            return Loaded(prepared, manifest, place.store)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
                 log.warning(refused[-1])
     refused += [why for name, why in unreadable.items() if reach_of(name) > after]
     if refused:
-        raise RecoveryError(f"no window in {place.path} is complete. {refused[0]}")
+        raise RecoveryError(f"no window in {place.store} is complete. {refused[0]}")
     return None
 
 
@@ -216,31 +213,42 @@ def _recut(files: WindowFiles, manifest: Manifest, binding: BindingInterface) ->
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:
-    """Return the windows that any rank sees in its folder, the newest first. Every rank calls it."""
+    """Return the windows that any rank sees in its place, the newest first. Every rank calls it.
+
+    Raises:
+        ConfigError: an object store does not list its windows. Every rank raises it.
+    """
     return _windows_of_all(place)[0]
 
 
 def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
     """Return the windows that ranks can read, and the reasons why others cannot be read, by name. Collective."""
-    reported = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
+    readable: tuple[list[Manifest], dict[str, str]] = [], {}
+    complaint = None
+    if place.asks_for_windows:
+        try:
+            readable = place.store.manifests_and_refused()
+        except OSError as error:
+            complaint = f"{place.store}: {error.strerror}; the windows cannot be listed"
+    kind = tuple[str | None, tuple[list[Manifest], dict[str, str]]]
+    answers = all_gather_objects((complaint, readable), kind)
+    if refusal := next((text for text, _ in answers if text), None):
+        raise ConfigError(refusal)
+    reported = [answer for _, answer in answers]
     windows = {manifest.name: manifest for manifests, _ in reported for manifest in manifests}
     refused = {name: why for _, reasons in reported for name, why in reasons.items() if name not in windows}
     if dist.get_rank() == 0:
         for why in refused.values():
             log.warning(why)
-    return sorted(windows.values(), key=_newest, reverse=True), refused
-
-
-def _newest(manifest: Manifest) -> tuple[int, str]:
-    return manifest.reaches, manifest.job
+    return newest_first(windows.values()), refused
 
 
 def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Mapping[str, Any]) -> None:
     if other := manifest.other_settings(settings):
         differences = "; ".join(other[:4])
         raise ConfigError(
-            f"--moevement-load {place.path}: {manifest.name} is of a job with other settings ({differences}); a "
+            f"--moevement-load {place.store}: {manifest.name} is of a job with other settings ({differences}); a "
             "replay would not repeat the lost iterations. Load the window with the same flags, or turn it into a dense "
-            f"checkpoint, which loads under another layout: moevement export {place.path} --to DIR SCRIPT ARGS, and "
+            f"checkpoint, which loads under another layout: moevement export {place.store} --to DIR SCRIPT ARGS, and "
             "then --load DIR"
         )

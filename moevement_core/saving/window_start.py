@@ -23,7 +23,7 @@ from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_fo
 from moevement_core.saving.identity import JobNames
 from moevement_core.saving.rollback import RollbackDecision, choose_once
 from moevement_core.saving.window_files import Loaded, load_newest, windows_of_all
-from moevement_core.storage.manifest import SKIPPED, Manifest, is_of_job, remove_window
+from moevement_core.storage.manifest import SKIPPED, Manifest, is_of_job
 from moevement_core.trainer.capabilities import leave_out
 from moevement_core.trainer.config import SessionConfig
 from moevement_core.trainer.interface import BindingInterface
@@ -128,7 +128,7 @@ def _gone_back(job: str, decision: RollbackDecision, config: SessionConfig) -> R
     for window in windows:
         if place.is_first and decision.is_undone(window.job, window.reaches):
             with suppress(OSError):
-                remove_window(place.path, window.name)
+                place.store.remove(window.name)
     if dist.get_rank() == 0:
         log.info(f"the job leaves out {counted(len(decision.left_out), 'iteration')} up to {decision.spiked}")
     return decision
@@ -160,7 +160,7 @@ def _load_named(binding: BindingInterface, config: SessionConfig, names: JobName
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(
-            f"no window in --moevement-load {place.path} is newer than iteration {iteration}; "
+            f"no window in --moevement-load {place.store} is newer than iteration {iteration}; "
             f"the job starts from {began}"
         )
     return loaded
@@ -196,7 +196,7 @@ def _load_asked(
     if loaded is None:
         others = sorted({manifest.reaches for manifest in windows_of_all(place)})
         has = f"windows of iterations {', '.join(map(str, others))}; give one of these" if others else "no windows"
-        raise ConfigError(f"--moevement-load-iteration {wanted}: --moevement-load {place.path} has {has}")
+        raise ConfigError(f"--moevement-load-iteration {wanted}: --moevement-load {place.store} has {has}")
     return loaded
 
 

@@ -7,8 +7,10 @@ report the problem. They try the folder again after the next failure, and when w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from moevement_core import log
 from moevement_core.comms.exchange import all_gather_objects, from_rank_zero
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import ConfigError
@@ -27,15 +29,17 @@ from moevement_core.saving.reports import Reports
 from moevement_core.saving.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
-from moevement_core.storage.manifest import is_of_job, manifests, remove_window
+from moevement_core.storage.folder_store import FolderStore
+from moevement_core.storage.manifest import is_of_job
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.capabilities import SupportsDenseCheckpoints
 from moevement_core.trainer.config import SessionConfig
 from moevement_core.trainer.equal_bits import arithmetic_of_all
 from moevement_core.trainer.interface import BindingInterface
+from moevement_core.util.bounded import within
 from moevement_core.util.iterations import is_newer
-from moevement_core.util.lock import FolderLock, other_holder
+from moevement_core.util.lock import FolderLock
 
 MOST_READ = 4
 """Largest number of windows that a recovery considers; a user may keep many more on disk."""
@@ -124,7 +128,7 @@ class WindowsOnDisk:
             return
         self.job_name, self._place = self.job_name or self._names.start, place
         if self._is_missing:
-            text = f"windows are written to {place.path} again"
+            text = f"windows are written to {place.store} again"
             self._reports.log_once(text)
             self._reports.event(WindowsOnDiskAgain(text))
         self._is_missing, self._misses = False, 0
@@ -171,13 +175,19 @@ class WindowsOnDisk:
             beyond_dense: True for windows only that reach beyond the newest dense checkpoint.
         """
         if self._place is None:
-            return JobWindows(SharedFolder(Path(), ()), ())
+            return JobWindows(SharedFolder(FolderStore(Path()), ()), ())
         newest_dense = None
         if beyond_dense and isinstance(self._binding, SupportsDenseCheckpoints):
             newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
+        try:
+            readable = windows_of_all(self._place)
+        except ConfigError as error:  # raised on every rank
+            if self.topology.rank == 0:
+                log.warning(f"the windows on disk cannot be used: {error}")
+            readable = []
         windows = [
             manifest
-            for manifest in windows_of_all(self._place)
+            for manifest in readable
             if manifest.job == self.job_name and manifest.reaches <= until and is_newer(manifest.reaches, newest_dense)
         ]
         return JobWindows(self._place, windows[:MOST_READ])
@@ -186,7 +196,13 @@ class WindowsOnDisk:
         """Return the iterations that the windows of this job in this rank's folder restore. Waits for no other rank."""
         if self._place is None:
             return []
-        return [each.reaches for each in manifests(self._place.path) if is_of_job(each.name, self._names.name)]
+        store = self._place.store
+        try:
+            readable = within(RECOVERY_PATIENCE_S, store.manifests)
+        except OSError as error:
+            log.warning(f"{store}: the windows cannot be listed: {error.strerror}")
+            return []
+        return [each.reaches for each in readable if is_of_job(each.name, self._names.name)]
 
     def close(self) -> tuple[int | None, int, int, float]:
         """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.
@@ -261,12 +277,12 @@ class WindowsOnDisk:
         """Remove windows of this start of the job with snapshots after ``iteration``, which hold wrong results."""
         if self._place is None or not self._place.is_first:
             return
-        for manifest in manifests(self._place.path):
-            if manifest.job == self.job_name and manifest.last > iteration:
-                self._reports.report(
-                    f"{manifest.name} in {self._place.path} is removed, because it may hold wrong results"
-                )
-                remove_window(self._place.path, manifest.name)
+        store = self._place.store
+        with suppress(OSError):  # the next windows of the job replace those that stay
+            for manifest in store.manifests():
+                if manifest.job == self.job_name and manifest.last > iteration:
+                    self._reports.report(f"{manifest.name} in {store} is removed, because it may hold wrong results")
+                    store.remove(manifest.name)
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
         """Return a writer of windows to ``place``. Every rank calls it."""
@@ -274,14 +290,14 @@ class WindowsOnDisk:
         elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
         lock, job = self._lock, self._names.name
         return WindowWriter(
-            folder=Folder(place.path, place.is_first),
+            folder=Folder(place.store, place.is_first),
             job=self.job_name,
             settings=self._binding.settings(),
             arithmetic=arithmetic_of_all(),
             lease=lambda first, last: self._lease(first, last, elsewhere),
             progress_of=lambda snapshot: snapshot.record()["boundary"]["progress"],
             report=self._reports.report,
-            taken_over=lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
+            taken_over=lambda: (lock.lost if lock is not None else None) or place.store.other_holder(job),
             left_behind=self._left_behind,
             kept=self._config.disk.kept,
             began_at=self._began_at,

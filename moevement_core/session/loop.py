@@ -39,6 +39,7 @@ from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
 from moevement_core.run.events import Ended, Restarted
 from moevement_core.saving.identity import JobNames, agree_on_names, job_name
+from moevement_core.saving.store_check import check_stores
 from moevement_core.saving.window_start import load_window
 from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
@@ -236,6 +237,8 @@ class _Loop(Training, Rebuilder):
     def _begin(self) -> None:
         """Start the job from a window on disk, or from its beginning. Every rank calls it."""
         names = agree_on_names()
+        if not names.is_restart:
+            check_stores(self._config.disk)
         binding = self.build(names, ())
         if self._config.elastic.is_elastic and "world_size" not in binding.settings():
             raise ConfigError(

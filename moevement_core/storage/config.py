@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moevement_core.storage.locations import check_location
 from moevement_core.storage.manifest import KEPT, Kept
 from moevement_core.util.flags import at_least, flag, more_than
 
@@ -20,15 +21,16 @@ class DiskConfig:
     """Configuration of windows on disk: the folders to write to and to load from."""
 
     persist_dir: str | None = flag(
-        "--moevement-persist-dir", metavar="DIR",
+        "--moevement-persist-dir", metavar="DIR|URL", check=check_location,
         help="folder for persisted windows, which ranks write beside training (default: none). It is either one folder "
         "for the whole job, or a folder on each node, which then also holds the copies that the node's ranks keep for "
-        "others; {node} in the name is replaced by the name of the node",
+        "others; {node} in the name is replaced by the name of the node. Or the URL of an object store, such as "
+        "s3://bucket/job",
     )  # fmt: skip
     load: str | None = flag(
-        "--moevement-load", metavar="DIR",
-        help="folder with windows. The job starts from the newest window if that window restores a later iteration "
-        "than the checkpoint of --load. The folder may be empty, and may be the folder of --moevement-persist-dir",
+        "--moevement-load", metavar="DIR|URL", check=check_location,
+        help="folder or object store with windows. The job starts from the newest window if that window restores a "
+        "later iteration than the checkpoint of --load. It may be empty, and may be that of --moevement-persist-dir",
     )  # fmt: skip
     load_iteration: int | None = flag(
         "--moevement-load-iteration", type=int, metavar="N", check=at_least(0),

@@ -32,6 +32,8 @@ _NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
 _PARTIAL = re.compile(r"\.rank_\d{5}_iteration_\d{7}\.snapshot\.\d+(\.\d+)?")
 _attempts = itertools.count()
 _MAX_HEADER_BYTES = 1 << 30
+FRONT_BYTES = 1 << 16
+"""Bytes from the beginning of a file that usually hold the whole header."""
 
 
 def file_name(owner: int, iteration: int) -> str:
@@ -62,16 +64,13 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    packed, pieces = snapshot.packed()
-    header = packed.encode()
-    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
-    padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
+    front, pieces = encode_front(snapshot)
     path = folder / file_name(snapshot.header.rank, snapshot.iteration)
     # Every attempt has its own name, because a thread on a stalled disk may still write an earlier attempt.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
         with open(partial, "wb", buffering=0, opener=opener) as file:
-            _write_all(file.fileno(), memoryview(prefix + header + padding))
+            _write_all(file.fileno(), memoryview(front))
             for piece in pieces:
                 _write_all(file.fileno(), memoryview(numpy_bytes(piece).data))
             os.fsync(file.fileno())
@@ -79,6 +78,67 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def encode_front(snapshot: Snapshot) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the bytes of a file before its payload, and the pieces of the payload: uint8 tensors, contiguous."""
+    packed, pieces = snapshot.packed()
+    header = packed.encode()
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
+    return (prefix + header).ljust(payload_at(len(prefix) + len(header)), b"\0"), pieces
+
+
+def front_bytes(front: bytes, name: str) -> int:
+    """Return the bytes of a file up to the end of its header.
+
+    Args:
+        front: bytes from the beginning of the file.
+        name: name of the file, for messages.
+
+    Raises:
+        SnapshotError: the file is no snapshot, or of another version.
+    """
+    if len(front) < _PREFIX.size or not front.startswith(MAGIC):
+        raise SnapshotError(f"{name}: the file is no snapshot, or was cut off; another copy is needed")
+    _, version, _, length, _ = _PREFIX.unpack_from(front)
+    if version not in READ:
+        raise SnapshotError(f"{name}: the file has version {version}; this program reads {READ_TEXT}")
+    if length > _MAX_HEADER_BYTES:
+        raise SnapshotError(f"{name}: the header is damaged; another copy is needed")
+    return _PREFIX.size + int(length)
+
+
+def header_digest(front: bytes) -> str:
+    """Return the digest of the header that the beginning of a file records, as hexadecimal text."""
+    return bytes(_PREFIX.unpack_from(front)[4]).hex()
+
+
+def decode_header(front: bytes, name: str) -> Header:
+    """Return the header of a file.
+
+    Args:
+        front: bytes of the file up to the end of its header (:func:`front_bytes`).
+        name: name of the file, for messages.
+
+    Raises:
+        SnapshotError: the header is damaged or of another version.
+    """
+    encoded = front[_PREFIX.size :]
+    if xxhash.xxh3_128_digest(encoded) != _PREFIX.unpack_from(front)[4]:
+        raise SnapshotError(f"{name}: the header is damaged; another copy is needed")
+    try:
+        return Header.decode(encoded)
+    except SnapshotError as error:
+        raise SnapshotError(f"{name}: {error}; another copy is needed") from None
+
+
+def payload_at(header_end: int) -> int:
+    """Return the offset of a file's payload.
+
+    Args:
+        header_end: offset of the first byte after the header.
+    """
+    return -(-header_end // ALIGNMENT) * ALIGNMENT
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -149,23 +209,10 @@ def payload_start(path: Path) -> int:
 def _read(path: Path) -> tuple[Header, int]:
     try:
         with open_regular(path) as file:
-            prefix = file.read(_PREFIX.size)
-            if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
-                raise SnapshotError(f"{path}: the file is no snapshot, or was cut off; another copy is needed")
-            _, version, _, length, digest = _PREFIX.unpack(prefix)
-            if version not in READ:
-                raise SnapshotError(f"{path}: the file has version {version}; this program reads {READ_TEXT}")
+            front = file.read(_PREFIX.size)
+            length = front_bytes(front, str(path)) - _PREFIX.size
             left = os.fstat(file.fileno()).st_size - _PREFIX.size
-            encoded = file.read(length) if length <= min(left, _MAX_HEADER_BYTES) else b""
+            front += file.read(length) if length <= left else b""
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; another copy of the file is needed") from None
-    if xxhash.xxh3_128_digest(encoded) != digest:
-        raise SnapshotError(f"{path}: the header is damaged; another copy is needed")
-    try:
-        return Header.decode(encoded), _payload_at(length)
-    except SnapshotError as error:
-        raise SnapshotError(f"{path}: {error}; another copy is needed") from None
-
-
-def _payload_at(header_bytes: int) -> int:
-    return -(-(_PREFIX.size + header_bytes) // ALIGNMENT) * ALIGNMENT
+    return decode_header(front, str(path)), payload_at(_PREFIX.size + length)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -110,13 +110,17 @@ class Manifest:
         """
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
-        with open(partial, "w", encoding="utf-8", opener=opener) as file:
-            json.dump({"version": VERSION, "digest": _digest(content), **content}, file, indent=2)
+        with open(partial, "wb", opener=opener) as file:
+            file.write(self.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync_folder(directory)
+
+    def encode(self) -> bytes:
+        """Return the content of the manifest's file; the inverse of :func:`decode_manifest`."""
+        content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
+        return json.dumps({"version": VERSION, "digest": _digest(content), **content}, indent=2).encode()
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
@@ -134,7 +138,24 @@ def read_manifest(path: Path) -> Manifest:
         SnapshotError: the file is no manifest that this program reads, or was changed after it was written.
     """
     try:
-        content = json.loads(read_regular(path, _MOST_BYTES))
+        data = read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from None
+    return decode_manifest(data, str(path))
+
+
+def decode_manifest(data: bytes, path: str) -> Manifest:
+    """Return the manifest in the content of a file.
+
+    Args:
+        data: content of the file.
+        path: path or URL of the file, for messages and to compare the name of the window.
+
+    Raises:
+        SnapshotError: the content is no manifest that this program reads, or was changed after it was written.
+    """
+    try:
+        content = json.loads(data)
         version = content.pop("version")
         if version not in (_UNSEALED, VERSION):
             raise SnapshotError(
@@ -145,8 +166,6 @@ def read_manifest(path: Path) -> Manifest:
         if isinstance(content.get("arithmetic"), list):
             content["arithmetic"] = tuple(content["arithmetic"])
         manifest = Manifest(**content, is_sealed=version == VERSION)
-    except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path}: the file is no manifest of a window ({error})") from None
     _check(path, manifest)
@@ -161,7 +180,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _check(path: Path, manifest: Manifest) -> None:
+def _check(path: str, manifest: Manifest) -> None:
     """Refuse a manifest with impossible values. A manifest of version 1 may have some, because it has no digest.
 
     Raises:
@@ -186,7 +205,7 @@ def _check(path: Path, manifest: Manifest) -> None:
         )
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
         raise SnapshotError(f"{path}: 'arithmetic' is {str(manifest.arithmetic)[:60]}; needs a list of names")
-    if path.name != f"{manifest.name}.json":
+    if path.rpartition("/")[2] != f"{manifest.name}.json":
         raise SnapshotError(
             f"{path}: the file is the manifest of {manifest.name[:60]}; rename it to the name of that window"
         )
@@ -209,7 +228,17 @@ def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, st
         except SnapshotError as error:
             if _NAME.fullmatch(path.stem):
                 refused[path.stem] = str(error)
-    return sorted(readable, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True), refused
+    return newest_first(readable), refused
+
+
+def newest_first(windows: Iterable[Manifest]) -> list[Manifest]:
+    """Return manifests in order of the iteration that they restore, the newest first."""
+    return sorted(windows, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True)
+
+
+def is_window_name(name: str) -> bool:
+    """Return True if ``name`` has the form of a window's name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def reach_of(name: str) -> int:
@@ -288,37 +317,6 @@ class Kept:
             first_of = {reach_of(name) // self.every: name for name in reversed(oldest_first)}
             kept |= set(first_of.values())
         return kept
-
-
-def remove_windows(directory: Path, job: str, newest: str, kept: Collection[str], replaced: Collection[str]) -> None:
-    """Delete windows that the job no longer needs, finished or not. A window that cannot be deleted stays.
-
-    Args:
-        directory: folder with the windows.
-        job: name under which the job writes windows now. Windows of this name that are older than ``newest`` are
-            deleted.
-        newest: name of the newest window of the job that is durable on every rank.
-        kept: names of windows that stay.
-        replaced: names of further windows to delete, which an earlier start of the job or another job wrote.
-    """
-    for name in set(own_windows(directory)) - set(kept):
-        if name in replaced or (name.endswith(f"_{job}") and name < newest):
-            with suppress(OSError):
-                remove_window(directory, name)
-
-
-def remove_unfinished(directory: Path, start: str, but: str) -> None:
-    """Delete the unfinished windows that failures of a job left behind.
-
-    Args:
-        directory: folder with the windows.
-        start: name of any start of the job. Unfinished windows of all starts of that job are deleted.
-        but: name of the window that is being written, which stays.
-    """
-    for name in set(own_windows(directory)):
-        if is_of_job(name, start) and name != but and not (directory / f"{name}.json").exists():
-            with suppress(OSError):
-                remove_window(directory, name)
 
 
 def is_of_job(name: str, start: str) -> bool:

@@ -11,14 +11,12 @@ state of some operator.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +25,9 @@ from moevement_core.errors import FolderInUse
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
-from moevement_core.storage.files import file_name, read_snapshot, write_snapshot
-from moevement_core.storage.manifest import (
-    MARKER,
-    Kept,
-    Manifest,
-    is_of_job,
-    make_window_folder,
-    manifests,
-    own_windows,
-    remove_unfinished,
-    remove_windows,
-    sync_folder,
-)
+from moevement_core.storage.files import file_name
+from moevement_core.storage.manifest import Kept, Manifest, is_of_job
+from moevement_core.storage.store import WindowStore, remove_unfinished, remove_windows
 from moevement_core.util.iterations import is_newer
 
 Report = Callable[[str], None]
@@ -67,9 +55,9 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Folder in which this rank writes."""
+    """Place in which this rank writes."""
 
-    path: Path
+    store: WindowStore
     writes_manifest: bool
     """True if this rank is the first of the ranks that write to the folder."""
 
@@ -80,7 +68,7 @@ class WindowWriter:
     Only :meth:`finish` and :meth:`close` wait for the disk. A background thread reads and writes files.
 
     Args:
-        folder: folder to write to.
+        folder: place to write to.
         job: name under which the job writes windows, the same on all ranks.
         settings: settings for the manifest.
         arithmetic: arithmetic of the ranks for the manifest.
@@ -143,8 +131,8 @@ class WindowWriter:
         """Window that the job is writing now; None if there is none."""
         self._last_begun: int | None = None
         """First snapshot of the newest window that the job has begun to write; None before the first."""
-        self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
-        """Folder of the window that this rank wrote last, and the state that each file in the folder holds."""
+        self._last_written: tuple[str | None, dict[_Identity, str]] = (None, {})
+        """Name of the window that this rank wrote last, and the state that each of its files holds."""
         self._durable: _Window | None = None
         """Newest window that is durable on every rank."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -271,11 +259,17 @@ class WindowWriter:
             job()
 
     def _look_around(self) -> None:
-        with suppress(OSError):
-            self._found = frozenset(self._windows_of_others())
+        if self._looks:
+            with suppress(OSError):
+                self._found = frozenset(self._windows_of_others())
+
+    @property
+    def _looks(self) -> bool:
+        """True if this rank watches whether other jobs write to the place."""
+        return self._folder.writes_manifest or self._folder.store.is_asked_by_all
 
     def _windows_of_others(self) -> set[str]:
-        return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
+        return {name for name in self._folder.store.own_windows() if not name.endswith(f"_{self._job}")}
 
     def _refuse_if_taken_over(self) -> None:
         """Refuse to write if another job uses the folder. Two jobs in one folder would delete each other's windows.
@@ -285,33 +279,33 @@ class WindowWriter:
         """
         if (other := self._taken_over()) is not None:
             raise FolderInUse(f"the folder was taken over by {other}; this job no longer writes or deletes files there")
-        new = self._windows_of_others() - self._found
+        new = self._windows_of_others() - self._found if self._looks else ()
         if others := [name for name in new if not is_of_job(name, self._job)]:
             raise FolderInUse(f"another job writes to the folder ({min(others)}), so this job no longer writes there")
 
     def _write(self, window: _Window, leased: Sequence[SnapshotLease]) -> None:
-        folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
+        store, name, began_s = self._folder.store, window.manifest.name, time.perf_counter()
         try:
             self._refuse_if_taken_over()
             if self._folder.writes_manifest:
-                remove_unfinished(self._folder.path, self._job, but=window.manifest.name)
-            make_window_folder(self._folder.path, window.manifest.name)
+                remove_unfinished(store, self._job, but=name)
+            store.begin(name)
             for lease in leased:
                 if self._abandoned:
                     return
-                if self._is_linked(folder, _identity(lease.snapshot), window.files):
+                if self._is_linked(name, _identity(lease.snapshot), window.files):
                     continue
                 is_whole = window.files[_identity(lease.snapshot)] == lease.snapshot.header.contents
                 snapshot = lease.snapshot if is_whole else lease.snapshot.for_disk()
-                write_snapshot(folder, snapshot, lambda: not self._abandoned)
+                store.write(name, snapshot, lambda: not self._abandoned)
                 self.written_bytes += snapshot.header.payload_bytes
             for identity in window.older:
-                self._bring(identity, folder)
-            sync_folder(folder)
-            self._last_written = folder, window.files
+                self._bring(identity, name)
+            store.finish(name, _file_names(window))
+            self._last_written = name, window.files
         except Exception as error:  # training continues after any error; the log must name it
             if not self._abandoned:
-                self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
+                self._fail(window, f"{store}/{name}: {getattr(error, 'strerror', None) or error}")
         else:
             self.write_s += time.perf_counter() - began_s
             window.leased = leased
@@ -321,24 +315,21 @@ class WindowWriter:
                 window.leased = leased
                 _release(window)
 
-    def _bring(self, identity: _Identity, folder: Path) -> None:
-        """Link a file of the newest durable window into ``folder``; if the disk has no hard links, copy the file."""
+    def _bring(self, identity: _Identity, window: str) -> None:
+        """Share a file of the newest durable window with ``window``; if the place cannot share it, copy the file."""
         assert self._durable is not None
-        name = file_name(*identity[:2])
-        before = self._folder.path / self._durable.manifest.name / name
-        with suppress(OSError):
-            os.link(before, folder / name)
-            return
-        write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
+        store, before, name = self._folder.store, self._durable.manifest.name, file_name(*identity[:2])
+        if not store.share(before, window, name):
+            store.write(window, store.read(before, name), lambda: not self._abandoned)
 
-    def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Link the previous window's file of a snapshot into ``folder``, if that file holds what the new window needs.
+    def _is_linked(self, window: str, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
+        """Share the previous window's file of a snapshot, if that file holds what the new window needs.
 
-        Windows that overlap share the files of their common snapshots in this way. On a disk without hard links, each
-        window has its own files.
+        Windows that overlap share the files of their common snapshots in this way, by hard links or by copies that an
+        object store makes. In a place with neither, each window has its own files.
 
         Args:
-            folder: folder of the new window.
+            window: name of the new window.
             identity: snapshot.
             wanted: state that each file of the new window is to hold.
 
@@ -348,20 +339,15 @@ class WindowWriter:
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
             return False
-        name = file_name(*identity[:2])
-        try:
-            os.link(before / name, folder / name)
-        except OSError:  # the disk has no links, or the previous window was deleted: the file is written instead
-            return False
-        return True
+        return self._folder.store.share(before, window, file_name(*identity[:2]))
 
     def _commit(self, manifest: Manifest) -> None:
         try:
             self._refuse_if_taken_over()
-            manifest.write(self._folder.path)
+            self._folder.store.commit(manifest)
             self.newest = manifest.reaches
             kept = self._kept.of(self._finished())
-            remove_windows(self._folder.path, self._job, manifest.name, kept, replaced=self._found)
+            remove_windows(self._folder.store, self._job, manifest.name, kept, replaced=self._found)
         except OSError as error:
             self._report(
                 f"the manifest of the window that restores iteration {manifest.reaches} cannot be written: "
@@ -380,7 +366,7 @@ class WindowWriter:
         """
         return {
             manifest.name
-            for manifest in manifests(self._folder.path)
+            for manifest in self._folder.store.manifests()
             if manifest.job == self._job or (self._kept.has_history and manifest.reaches <= self._began_at)
         }
 
@@ -394,13 +380,8 @@ class WindowWriter:
     def _discard(self, window: _Window) -> None:
         """Delete this rank's files of a window that failed on some rank, so that a full disk does not stay full."""
         _release(window)
-        folder = self._folder.path / window.manifest.name
-        with suppress(OSError):  # the folder stays as long as it holds files of other ranks
-            for rank, iteration, _ in (*window.files, *window.older):
-                (folder / file_name(rank, iteration)).unlink(missing_ok=True)
-            if [path.name for path in folder.iterdir()] == [MARKER]:
-                (folder / MARKER).unlink(missing_ok=True)
-            folder.rmdir()
+        with suppress(OSError):
+            self._folder.store.discard(window.manifest.name, _file_names(window))
 
     def _fail(self, window: _Window, why: str) -> None:
         window.writing = Writing.FAILED
@@ -416,6 +397,10 @@ def _release(window: _Window) -> None:
     leased, window.leased = window.leased, ()
     for lease in leased:
         lease.release()
+
+
+def _file_names(window: _Window) -> list[str]:
+    return [file_name(rank, iteration) for rank, iteration, _ in (*window.files, *window.older)]
 
 
 def _identity(snapshot: Snapshot) -> _Identity:

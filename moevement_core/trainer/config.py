@@ -15,8 +15,10 @@ from moevement_core.monitoring.config import MetricsConfig, unserved
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
+from moevement_core.restart.faults import FlipKind
 from moevement_core.speed.config import EVICT_SLOW, SpeedConfig
 from moevement_core.storage.config import ON_SPIKE, ROLLBACK_BY, DiskConfig, RollbackConfig
+from moevement_core.storage.locations import is_url
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
 from moevement_core.util.file_modes import FilesConfig, use_file_mode
@@ -62,6 +64,7 @@ class SessionConfig:
                 "write the experts to"
             )
         _refuse_without_folder(disk)
+        _refuse_flips_in_stores(self.drill, disk)
         _refuse_to_roll_back(self.rollback, disk)
         if self.elastic.is_elastic:
             _refuse_in_elastic_jobs(strategy, self.speed, self.audit)
@@ -160,6 +163,20 @@ def _refuse_without_folder(disk: DiskConfig) -> None:
         kept = f"-every {disk.keep_every}" if disk.keep_every is not None else f" {disk.keep}"
         raise ConfigError(
             f"--moevement-keep-windows{kept} without --moevement-persist-dir; give a folder to write windows to"
+        )
+
+
+def _refuse_flips_in_stores(drill: DrillConfig, disk: DiskConfig) -> None:
+    """Refuse flips of bits in windows of an object store, because objects cannot be changed in place.
+
+    Raises:
+        ConfigError: the flags ask for such a flip.
+    """
+    stores = [location for location in (disk.persist_dir, disk.load) if location is not None and is_url(location)]
+    if stores and any(flip.kind is FlipKind.WINDOWS for flip in drill.flips):
+        raise ConfigError(
+            f"--moevement-inject-flip kind={FlipKind.WINDOWS} with windows in {stores[0]}; bits flip only in files: "
+            "give a folder, or another kind"
         )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moevement_core.errors import ConfigError
 from moevement_core.saving.folder import find_folder
 from moevement_core.saving.window_files import windows_of_all
+from moevement_core.storage.folder_store import FolderStore
 from moevement_core.storage.manifest import Manifest
 from tests.bad_input.command import Need, Reason, unnamed
 
@@ -47,7 +48,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.usefixtures("alone")
 def test_windows_are_found_where_nobody_can_write(read_only: Path) -> None:
     place = find_folder("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
-    assert (place.path, place.members) == (read_only, (0,))
+    assert (place.store, place.members) == (FolderStore(read_only), (0,))
     assert [window.reaches for window in windows_of_all(place)] == [5]
     with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {Reason(errno.EROFS)}"):
         find_folder("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)

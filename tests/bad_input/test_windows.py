@@ -159,10 +159,10 @@ def edit(path: Path, change: Change) -> None:
     prefix = files._PREFIX
     magic, version, nothing, length, _ = prefix.unpack(data[: prefix.size])
     fields = json.loads(data[prefix.size : prefix.size + length])
-    payload = data[files._payload_at(length) :]
+    payload = data[files.payload_at(prefix.size + length) :]
     header = json.dumps(change(fields) or fields).encode()
     begin = prefix.pack(magic, version, nothing, len(header), xxhash.xxh3_128_digest(header)) + header
-    path.write_bytes(begin.ljust(files._payload_at(len(header)), b"\0") + payload)
+    path.write_bytes(begin.ljust(files.payload_at(prefix.size + len(header)), b"\0") + payload)
 
 
 def entry(place: int, value: Any) -> Change:

@@ -47,6 +47,8 @@ ELSEWHERE = {
     r"moevement launch .* --moevement-persist-dir (\S+) --moevement-load \1":
         "tests/functional/test_persisted_windows.py::"
         "test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start",
+    r"moevement launch .* --moevement-persist-dir (file://\S+) --moevement-load \1":
+        "tests/functional/test_object_stores.py::test_a_megatron_job_goes_on_from_a_url",
     r"moevement drain runs/mine.*": "tests/functional/test_drain.py::test_a_node_is_drained_and_comes_back",
     r"moevement export \S+ --to \S+ --iteration \d+ .*":
         "tests/functional/test_export.py::test_a_window_becomes_a_dense_checkpoint_that_another_layout_loads",

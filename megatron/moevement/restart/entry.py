@@ -40,6 +40,7 @@ from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.run.events import Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
+from moevement_core.saving.store_check import check_stores
 from moevement_core.saving.window_start import load_window
 from moevement_core.session.after_failure import take_up
 from moevement_core.session.build import build_session
@@ -101,6 +102,9 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
         names = job.names = agree_on_names()
         binding.job_name = names.name
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
+        config = run.session
+        if config is not None and not names.is_restart:
+            check_stores(config.disk)
         begin_placement(args, is_restart=names.is_restart)
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
@@ -108,7 +112,6 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
         if slots() is not None:
             equalize_replicas(binding.recut())
         live.iteration = args.iteration
-        config = run.session
         loaded = None
         if config is not None:
             loaded = load_window(

@@ -52,7 +52,7 @@ TRIED = (
         },
     ),
     Command(
-        "export", "export {given} --to {folder} {folder} {script}", "moevement_cli.export.manifests",
+        "export", "export {given} --to {folder} {folder} {script}", "moevement_cli.export.store_at",
         {"--iteration": NOT_NEGATIVE},
     ),
     Command(

@@ -13,6 +13,7 @@ import pytest
 from moevement_core.errors import ConfigError
 from moevement_core.saving import folder as folders
 from moevement_core.saving.folder import SharedFolder, find_folder
+from moevement_core.storage.folder_store import FolderStore
 
 PATIENCE_S = 60.0
 
@@ -62,7 +63,7 @@ def test_ranks_that_see_the_same_folder_share_it(
         )
     )
     assert [place.members for place in shared] == members
-    assert [place.path for place in shared] == [tmp_path / name for name in folder_of_rank]
+    assert [place.store for place in shared] == [FolderStore(tmp_path / name) for name in folder_of_rank]
     assert not list(tmp_path.glob("*/*")), "no mark file is left"
 
 
@@ -101,7 +102,7 @@ def test_all_ranks_refuse_a_folder_that_one_cannot_make(tmp_path: Path, monkeypa
             return find_folder("--flag", str(tmp_path / ("file" if rank == 2 else "a")), "n", PATIENCE_S)
         except ConfigError as error:
             refused.append(str(error))
-            return SharedFolder(tmp_path, ())
+            return SharedFolder(FolderStore(tmp_path), ())
 
     Ranks(3, monkeypatch).run(work)
     assert len(refused) == 3

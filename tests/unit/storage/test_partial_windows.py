@@ -26,6 +26,7 @@ from moevement_core.snapshot.snapshot import (
     digest_of,
 )
 from moevement_core.storage.files import read_snapshot
+from moevement_core.storage.folder_store import FolderStore
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.strategies.moc import PartialSchedule
 
@@ -62,8 +63,8 @@ class Owner:
             if table.full[rank, place]
         }
         self.writer = WindowWriter(
-            Folder(folder, True), "abcd", {}, (), self._lease, lambda snapshot: {"iteration": snapshot.iteration},
-            lambda text: None, leaves_out=True,
+            Folder(FolderStore(folder), True), "abcd", {}, (), self._lease,
+            lambda snapshot: {"iteration": snapshot.iteration}, lambda text: None, leaves_out=True,
         )  # fmt: skip
 
     def _lease(self, first: int, last: int) -> list[SnapshotLease]:

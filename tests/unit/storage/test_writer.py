@@ -16,35 +16,16 @@ import pytest
 import torch
 
 from moevement_core.policy.schedule import Saved
-from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, SnapshotPart, digest_of
 from moevement_core.storage.files import file_name, read_snapshot
+from moevement_core.storage.folder_store import FolderStore
 from moevement_core.storage.manifest import MARKER, Kept, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.storage.writer import Folder, WindowWriter
-from tests.unit.recovery.toy import Toy
+from tests.unit.storage.lending import Lender, settled
 
 NO_SPACE = os.strerror(errno.ENOSPC)
-
-
-class Lender:
-    """Source of leased snapshots that records which of them were not returned yet."""
-
-    def __init__(self) -> None:
-        self.out: list[int] = []
-        self.toy = Toy(2, WindowKind.ALIGNED)
-        self.missing = False
-
-    def __call__(self, first: int, last: int) -> Sequence[SnapshotLease] | None:
-        if self.missing:
-            return None
-        leased = []
-        for iteration in range(first, last + 1):
-            self.out.append(iteration)
-            snapshot = self.toy.snapshot(iteration, iteration, {})
-            leased.append(SnapshotLease(snapshot, lambda iteration=iteration: self.out.remove(iteration)))  # type: ignore[misc]
-        return leased
 
 
 @pytest.fixture
@@ -59,22 +40,14 @@ def reports() -> list[str]:
 
 def writer_to(folder: Path, lender: Lender, reports: list[str], **kwargs: Any) -> WindowWriter:
     return WindowWriter(
-        Folder(folder, writes_manifest=True), "abcd", {"seed": 1}, (), lender, lambda s: {"iteration": s.iteration},
-        reports.append, **kwargs,
+        Folder(FolderStore(folder), writes_manifest=True), "abcd", {"seed": 1}, (), lender,
+        lambda s: {"iteration": s.iteration}, reports.append, **kwargs,
     )  # fmt: skip
 
 
 @pytest.fixture
 def writer(tmp_path: Path, lender: Lender, reports: list[str]) -> WindowWriter:
     return writer_to(tmp_path, lender, reports)
-
-
-def settled(writer: WindowWriter) -> Writing:
-    deadline = time.monotonic() + 5
-    while writer.writing is Writing.BUSY:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return writer.writing
 
 
 def windows(folder: Path) -> list[str]:
@@ -141,14 +114,24 @@ def test_windows_of_a_history_that_the_job_left_go(tmp_path: Path, lender: Lende
         first.learn(Writing.DURABLE)
     close(first)
     second = WindowWriter(
-        Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append, kept=Kept(count=3), began_at=6
+        Folder(FolderStore(tmp_path), True),
+        "abcd.1",
+        {},
+        (),
+        lender,
+        lambda s: {},
+        reports.append,
+        kept=Kept(count=3),
+        began_at=6,
     )
     second.begin(7, 7)
     settled(second)
     second.learn(Writing.DURABLE)
     close(second)
     assert [(m.reaches, m.job) for m in manifests(tmp_path)] == [(7, "abcd.1"), (6, "abcd"), (4, "abcd")]
-    third = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, (), lender, lambda s: {}, reports.append, began_at=7)
+    third = WindowWriter(
+        Folder(FolderStore(tmp_path), True), "abcd.2", {}, (), lender, lambda s: {}, reports.append, began_at=7
+    )
     third.begin(8, 8)
     settled(third)
     third.learn(Writing.DURABLE)
@@ -160,7 +143,15 @@ def test_a_window_that_was_never_finished_is_none_to_keep(tmp_path: Path, lender
     """Leave an unfinished window of iteration 4, the first of its four, as a job does that fails in the middle."""
     make_window_folder(tmp_path, "window_0000004_abcd")
     writer = WindowWriter(
-        Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append, kept=Kept(every=4), began_at=4
+        Folder(FolderStore(tmp_path), True),
+        "abcd.1",
+        {},
+        (),
+        lender,
+        lambda s: {},
+        reports.append,
+        kept=Kept(every=4),
+        began_at=4,
     )
     for iteration in range(5, 10):
         writer.begin(iteration, iteration)
@@ -232,8 +223,8 @@ def test_what_a_window_leaves_out_it_has_of_the_windows_before(
     tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = WindowWriter(
-        Folder(tmp_path, True), "abcd", {}, (), PartLender(), lambda s: {"iteration": s.iteration}, reports.append,
-        leaves_out=True,
+        Folder(FolderStore(tmp_path), True), "abcd", {}, (), PartLender(), lambda s: {"iteration": s.iteration},
+        reports.append, leaves_out=True,
     )  # fmt: skip
 
     def write(first: int) -> Path:
@@ -353,7 +344,7 @@ def test_a_writer_that_meets_the_windows_of_a_newer_job_stops(
 def test_windows_of_an_earlier_start_of_the_job_are_replaced(
     tmp_path: Path, lender: Lender, reports: list[str]
 ) -> None:
-    later = WindowWriter(Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append)
+    later = WindowWriter(Folder(FolderStore(tmp_path), True), "abcd.1", {}, (), lender, lambda s: {}, reports.append)
     later.begin(1, 2)
     settled(later)
     later.learn(Writing.DURABLE)
@@ -363,7 +354,7 @@ def test_windows_of_an_earlier_start_of_the_job_are_replaced(
     write_three(later)
     assert not reports
     assert {m.job for m in manifests(tmp_path)} == {"abcd", "abcd.1"}
-    after = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, (), lender, lambda s: {}, reports.append)
+    after = WindowWriter(Folder(FolderStore(tmp_path), True), "abcd.2", {}, (), lender, lambda s: {}, reports.append)
     write_three(after)
     assert {m.job for m in manifests(tmp_path)} == {"abcd.2"}
 
@@ -457,7 +448,7 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, NO_SPACE)
 
-    monkeypatch.setattr("moevement_core.storage.writer.write_snapshot", full)
+    monkeypatch.setattr("moevement_core.storage.folder_store.write_snapshot", full)
     writer.begin(4, 5)
     assert settled(writer) is Writing.FAILED
     assert not lender.out
@@ -477,7 +468,7 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
 def test_a_disk_that_stays_full_is_not_reported_with_every_window(
     writer: WindowWriter, tmp_path: Path, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moevement_core.storage.writer.write_snapshot", Mock(side_effect=OSError(28, "full")))
+    monkeypatch.setattr("moevement_core.storage.folder_store.write_snapshot", Mock(side_effect=OSError(28, "full")))
     for first in range(4, 24, 2):
         writer.begin(first, first + 1)
         assert settled(writer) is Writing.FAILED
@@ -526,7 +517,7 @@ def test_any_error_of_the_disk_gives_every_buffer_back_and_the_next_window_is_tr
     def stale(*args: Any) -> None:
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr("moevement_core.storage.writer.sync_folder", stale)
+    monkeypatch.setattr("moevement_core.storage.folder_store.sync_folder", stale)
     writer.begin(4, 5)
     assert settled(writer) is Writing.FAILED
     close(writer)
