@@ -25,6 +25,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.snapshot.whole import begin_whole
+from moevement_core.trainer.batches import Batches, StatefulLoader
 from moevement_core.trainer.binding import Binding, SupportsRedo
 from moevement_core.trainer.capabilities import (
     Counts,
@@ -84,7 +85,8 @@ class TorchBinding(
         optimizer: optimizer of torch with the model's parameters. If it has no state yet, the constructor creates that
             state as the first step would.
         compute_gradients: function that computes the gradients of this rank's share of the batch of an iteration, and
-            returns the loss, or losses by name. The batch depends only on the iteration's number.
+            returns the loss, or losses by name. Its arguments are the iteration's number, on which the batch depends
+            alone, and with ``loader`` also the batch.
         operators: operators of this rank; None: each element of the model's outermost ``nn.ModuleList`` is an operator,
             and so are the embeddings and the rest. Names must not depend on the rank.
         local: parameters that no other rank holds, such as those of this rank's experts. In a replay, all operators of
@@ -92,6 +94,9 @@ class TorchBinding(
         counts: counters to which the model's routers add; None to order operators without popularity.
         clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
         scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer; the binding steps it.
+        loader: loader of this rank's batches with ``state_dict`` and ``load_state_dict``, one batch for each iteration.
+            Snapshots hold its state, so a replay draws the same batches again. Each rank may have other batches; a
+            lost rank is therefore restored from its snapshots. Not for elastic jobs.
         seed: seed of the random numbers, which each rank draws anew in each iteration.
 
     Raises:
@@ -102,13 +107,14 @@ class TorchBinding(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        compute_gradients: Callable[[int], torch.Tensor | Mapping[str, torch.Tensor]],
+        compute_gradients: Callable[..., torch.Tensor | Mapping[str, torch.Tensor]],
         *,
         operators: Iterable[OperatorParts] | None = None,
         local: Iterable[nn.Parameter] = (),
         counts: TokenCounts | None = None,
         clip_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        loader: StatefulLoader | None = None,
         seed: int = 0,
     ) -> None:
         _refuse(model)
@@ -116,6 +122,7 @@ class TorchBinding(
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
         self._counts = counts
+        self._batches = None if loader is None else Batches(loader)
         self._parts = [
             (name, kind, list(parameters))
             for name, kind, parameters in (operators_of(model) if operators is None else operators)
@@ -146,8 +153,11 @@ class TorchBinding(
         rank, world = dist.get_rank(), dist.get_world_size()
         self._freeze(frozen)
         self.model.zero_grad()
-        torch.manual_seed(((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS)
-        losses = self._compute_gradients(iteration)
+        seed = ((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS
+        torch.manual_seed(seed)
+        batch = () if self._batches is None else (self._batches.batch(iteration),)
+        torch.manual_seed(seed)  # whatever the loader has drawn, or has dropped after a left-out iteration
+        losses = self._compute_gradients(iteration, *batch)
         named = losses if isinstance(losses, Mapping) else {"loss": losses}
         self.losses[iteration] = {name: loss.detach() for name, loss in named.items()}
 
@@ -284,6 +294,7 @@ class TorchBinding(
         return {
             "groups": groups, "schedule": schedule, "buffers": dict(self._buffers()),
             "progress": {"iteration": self.iteration},
+            **({} if self._batches is None else {"loader": self._batches.state()}),
         }  # fmt: skip
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,6 +311,8 @@ class TorchBinding(
             self.scheduler.load_state_dict(dict(boundary["schedule"]))
         for name, buffer in self._buffers():
             buffer.copy_(boundary["buffers"][name])
+        if self._batches is not None:
+            self._batches.restore(boundary["loader"])
 
     @override
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
@@ -347,7 +360,7 @@ class TorchBinding(
 
     @override
     def live_replicas(self) -> set[int]:
-        has_all = not self.has_local_state and not dict(self._buffers())
+        has_all = not self.has_local_state and not dict(self._buffers()) and self._batches is None
         return set(range(dist.get_world_size())) - {dist.get_rank()} if has_all else set()
 
     @override
@@ -370,6 +383,11 @@ class TorchBinding(
 
     @override
     def recut(self) -> Recut:
+        if self._batches is not None:
+            raise ConfigError(
+                "loader in an elastic job: the state of a loader is of one rank, and cannot be divided among others; "
+                "let the batch depend on the iteration's number, and leave loader out"
+            )
         shapes: dict[tuple[str, str], tuple[int, int]] = {}
         for name, _, parameters in self._parts:
             for number, parameter in enumerate(parameters):

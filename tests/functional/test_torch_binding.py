@@ -67,6 +67,77 @@ def loop(session):
 ft.train(make, ft.SessionConfig.from_args(args, has_experts=True), loop, "gloo", run_dir=args.run_dir, flags=vars(args))
 """
 
+WITH_LOADER = """
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import moevement_core as ft
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=40)
+parser.add_argument("--run-dir", type=Path)
+ft.add_session_flags(parser)
+args = parser.parse_args()
+
+
+class Shard:
+    # This rank's shard of 96 samples, shuffled anew in each epoch, read ahead by two batches.
+    def __init__(self):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.epoch, self.at = 0, 0
+
+    def __iter__(self):
+        draws = torch.Generator().manual_seed(1000 * self.epoch + self.rank)
+        order = torch.randperm(96 // self.world - self.rank, generator=draws) * self.world + self.rank
+        batches = [batch for batch in order.split(4) if len(batch) == 4]
+        ahead = batches[self.at : self.at + 2]
+        while ahead:
+            self.at += 1
+            yield ahead.pop(0)
+            if self.at + 1 < len(batches):
+                ahead.append(batches[self.at + 1])
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"rank": self.rank, "epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state):
+        assert state["rank"] == self.rank, "the state of another rank"
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def make():
+    torch.manual_seed(1)
+    layers = [nn.Linear(16, 16) for _ in range(3)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples = torch.randn(96, 16, generator=torch.Generator().manual_seed(7))
+
+    def compute_gradients(iteration, batch):
+        x = samples[batch].requires_grad_()
+        for layer in layers:
+            x = torch.tanh(layer(nn.functional.dropout(x, 0.1)))
+        loss = (x - samples[batch]).square().mean()
+        loss.backward()
+        return {"loss": loss, "sum of the batch": batch.sum().float()}
+
+    return ft.TorchBinding(model, optimizer, compute_gradients, loader=Shard())
+
+
+def loop(session):
+    for iteration in ft.iterations(session, until=args.iterations):
+        session.binding.run(iteration)
+        session.step()
+
+
+config = ft.SessionConfig.from_args(args, has_experts=False)
+ft.train(make, config, loop, "gloo", run_dir=args.run_dir, flags=vars(args))
+"""
+
 
 def train(run_dir: Path, script: Path, *words: str, spares: int) -> RunRecord:
     job = launch(
@@ -127,3 +198,22 @@ def test_ranks_that_have_built_different_weights_are_told_so(tmp_path: Path) -> 
     code, out, err = finished(launch(*words, "--run-dir", str(tmp_path / "run")))
     assert code == 1
     assert re.search(r"ConfigError.*different weights.*torch\.manual_seed", out + err)
+
+
+@pytest.mark.slow("three jobs in a row")
+@pytest.mark.parametrize("recovery", ["replay", "redo"])
+def test_a_loader_draws_the_same_batches_again(recovery: str, tmp_path: Path) -> None:
+    """Kill ranks in several phases, then go on from windows in a new job: batches, losses and loaders are the same."""
+    script, windows = tmp_path / "with_loader.py", str(tmp_path / "windows")
+    script.write_text(WITH_LOADER)
+    train(tmp_path / "free", script, spares=0)
+    phases = ((1, 9, "forward"), (0, 15, "reduce"), (1, 21, "commit"), (0, 27, "step"), (1, 33, "snapshot"))
+    faults = [f"rank={rank},iteration={at},phase={phase}" for rank, at, phase in phases]
+    words = ["--moevement-window", "3", "--moevement-recovery", recovery, "--moevement-persist-dir", windows]
+    killed = [*words, *(word for fault in faults for word in ("--moevement-inject", fault))]
+    record = train(tmp_path / "killed", script, *killed, spares=2)
+    assert all(each["replayed"] + each["redone"] > 0 for each in recoveries(record))
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+    train(tmp_path / "resumed", script, *words, "--moevement-load", windows, "--iterations", "44", spares=0)
+    train(tmp_path / "longer", script, "--iterations", "44", spares=0)
+    assert main(["verify", str(tmp_path / "longer"), str(tmp_path / "resumed"), "--common"]) == 0
