@@ -1,0 +1,90 @@
+"""Systems that the benchmark measures: the processes of a job with each of them, and remarks for the page."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.peers.job import RANKS
+
+HERE = Path(__file__).parent
+LOOPS = HERE / "loops"
+ROOT = HERE.parents[1]
+PLAIN = "none"
+"""Name of the job without fault tolerance, to which the benchmark compares the others."""
+RESTARTS = "100"
+"""Largest number of restarts of a job; no job of the benchmark has as many."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Process of a job, which the benchmark starts."""
+
+    words: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    is_service: bool = False
+    """True if the process does not end with the job, so the benchmark ends it."""
+
+
+@dataclass(frozen=True)
+class System:
+    """System of fault tolerance, set up in one way."""
+
+    name: str
+    loop: str
+    """File in ``loops`` with what a user writes."""
+    commands: Callable[[Path, Path], tuple[Command, ...]]
+    """Function that returns the processes of a job, from the folder ``bin`` of the peers' environment and the loop."""
+    after_kill: str
+    """Sentence for the page: what happens after the kill, and what takes the time."""
+    packages: tuple[str, ...] = ()
+    """Packages of the peers' environment; empty for what needs none."""
+    is_exact: bool = True
+    """False if the batch shrinks while a rank is missing, so that the bits of a job with a kill must differ."""
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def torchrun(python: Path, loop: Path, ranks: int = RANKS, *words: str) -> tuple[str, ...]:
+    """Return the words that start a loop under torchrun, on a free port."""
+    return (
+        str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), *words, str(loop),
+    )  # fmt: skip
+
+
+def _plain(peers: Path, loop: Path) -> tuple[Command, ...]:
+    return (Command(torchrun(Path(sys.executable), loop)),)
+
+
+def _moevement(*flags: str) -> Callable[[Path, Path], tuple[Command, ...]]:
+    def commands(peers: Path, loop: Path) -> tuple[Command, ...]:
+        launcher = Path(sys.executable).with_name("moevement")
+        words = ("launch", "--trainer", "torch", "--nproc", str(RANKS), "--spares", "1", str(loop))
+        return (Command((str(launcher), *words, *flags)),)
+
+    return commands
+
+
+_LIVE = (
+    "A spare takes over the rank and copies the whole state from a live rank; the seconds go into new process groups."
+)
+SYSTEMS = (
+    System(PLAIN, "plain.py", _plain, "The job ends. It has to begin again."),
+    System("this project, replay", "moevement.py", _moevement("--moevement-recovery", "replay"), _LIVE),
+    System("this project, redo", "moevement.py", _moevement("--moevement-recovery", "redo"), _LIVE),
+    System("this project, whole state each iteration", "moevement.py", _moevement("--moevement-window", "1"), _LIVE),
+)
+
+
+def by_name() -> dict[str, System]:
+    """Return all systems by their names."""
+    return {system.name: system for system in SYSTEMS}
