@@ -32,7 +32,7 @@ LATEST_KILL = 0.2
 """Share of an iteration that has passed at the latest kill, so that the lost rank has sent no gradient of it."""
 IN_FLIGHT = 0.5
 """Share of an iteration after a kill in which a commit is of an iteration that the lost rank had taken part in."""
-JOB_LIMIT_S = 240.0
+JOB_LIMIT_S = 120.0
 """Seconds after which the benchmark ends a job and notes that it did not end by itself."""
 
 

@@ -9,3 +9,5 @@ folder=${1:-.venv.peers}
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$folder/bin/python" -m pip install --quiet --no-deps --upgrade --target "$site" --only-binary :all: \
     --python-version 3.12 --platform "manylinux_2_39_$(uname -m)" nvidia-resiliency-ext==0.7.0
+# Compiled here once: where Python's own cache is off, every rank would compile torch at its start, and each restart again.
+"$folder/bin/python" -m compileall -q "$site" || true  # a few files of torch are for other versions of Python

@@ -53,12 +53,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def torchrun(python: Path, loop: Path, ranks: int = RANKS, *words: str) -> tuple[str, ...]:
-    """Return the words that start a loop under torchrun, on a free port."""
-    return (
-        str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), *words, str(loop),
-    )  # fmt: skip
+def torchrun(python: Path, loop: Path, *words: str) -> tuple[str, ...]:
+    """Return the words that start the ranks of a loop on this machine under torchrun."""
+    options = ("--standalone", "--nproc-per-node", str(RANKS), *words)
+    return (str(python), "-m", "torch.distributed.run", *options, str(loop))
 
 
 def _plain(peers: Path, loop: Path) -> tuple[Command, ...]:
@@ -74,6 +72,17 @@ def _moevement(*flags: str) -> Callable[[Path, Path], tuple[Command, ...]]:
     return commands
 
 
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Variables for torchrun, so that each restart has a new store.
+
+In the agent's store, restarted ranks may read addresses of ended ones; gloo then fails, and torchrun restarts again.
+"""
+
+
+def _restarted(peers: Path, loop: Path) -> tuple[Command, ...]:
+    return (Command(torchrun(peers / "python", loop, "--max-restarts", RESTARTS), _OWN_STORE),)
+
+
 _LIVE = (
     "A spare takes over the rank and copies the whole state from a live rank; the seconds go into new process groups."
 )
@@ -82,6 +91,20 @@ SYSTEMS = (
     System("this project, replay", "moevement.py", _moevement("--moevement-recovery", "replay"), _LIVE),
     System("this project, redo", "moevement.py", _moevement("--moevement-recovery", "redo"), _LIVE),
     System("this project, whole state each iteration", "moevement.py", _moevement("--moevement-window", "1"), _LIVE),
+    System(
+        "torch checkpoint, restart",
+        "torch_checkpoint.py",
+        _restarted,
+        "torchrun ends all ranks and starts them again; most of the time, four processes import torch and libraries.",
+        packages=("torch",),
+    ),
+    System(
+        "NVRx local checkpoint, restart",
+        "nvrx_local.py",
+        _restarted,
+        "torchrun ends all ranks and starts them again; most of the time, four processes import torch and libraries.",
+        packages=("nvidia-resiliency-ext",),
+    ),
 )
 
 
