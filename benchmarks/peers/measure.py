@@ -138,6 +138,7 @@ class Job:
     def __init__(self, system: System, peers: Path, iterations: int, size: str) -> None:
         self.system, self.iterations = system, iterations
         self._peers, self._size = peers, size
+        self._killed = set[int]()
         self._repeated = 0
         """Iterations that rank 0 has executed twice so far."""
         self._deadline_s = time.monotonic() + JOB_LIMIT_S
@@ -236,6 +237,7 @@ class Job:
             before = list(self._listener.reports)
             pid = next(report.pid for report in reversed(before) if report.rank == rank)
             os.kill(pid, signal.SIGKILL)
+            self._killed.add(pid)
             at_s = time.monotonic()
         newest = max(report.iteration for report in before)
         first_s = min(report.at_s for report in self.wait(1, newest) if report.iteration > newest)
@@ -281,7 +283,7 @@ class Job:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(1.0, self._deadline_s - time.monotonic()))
-        codes = [process.poll() for process in self._processes]
+        codes = [process.poll() for process in self._processes if process.pid not in self._killed]
         digests = set(self._listener.digests.values())
         if any(codes) or None in codes or len(digests) != 1:
             raise JobError(f"exit codes {codes}, digests {self._listener.digests}; the job printed\n{self.console}")

@@ -18,6 +18,9 @@ PLAIN = "none"
 RESTARTS = "100"
 """Largest number of restarts of a job; no job of the benchmark has as many."""
 
+RESERVES = 3
+"""Reserve ranks of a job with in-process restart. It cannot add processes, so it has as many kills at most."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -83,6 +86,20 @@ def _restarted(peers: Path, loop: Path) -> tuple[Command, ...]:
     return (Command(torchrun(peers / "python", loop, "--max-restarts", RESTARTS), _OWN_STORE),)
 
 
+def _in_process(timeouts: str) -> Callable[[Path, Path], tuple[Command, ...]]:
+    """Return the processes of ranks and reserves; torchrun would end all of them after the first kill."""
+
+    def commands(peers: Path, loop: Path) -> tuple[Command, ...]:
+        words, world = (str(peers / "python"), str(loop)), RANKS + RESERVES
+        variables = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
+            "PEERS_TIMEOUTS": timeouts,
+        }  # fmt: skip
+        return tuple(Command(words, {**variables, "RANK": str(rank)}) for rank in range(world))
+
+    return commands
+
+
 _LIVE = (
     "A spare takes over the rank and copies the whole state from a live rank; the seconds go into new process groups."
 )
@@ -103,6 +120,21 @@ SYSTEMS = (
         "nvrx_local.py",
         _restarted,
         "torchrun ends all ranks and starts them again; most of the time, four processes import torch and libraries.",
+        packages=("nvidia-resiliency-ext",),
+    ),
+    System(
+        "NVRx in-process restart",
+        "nvrx_in_process.py",
+        _in_process("10 1"),
+        "Survivors wait for gloo's timeout (10 s, as in the example of the documentation), since they cannot abort a "
+        "collective of gloo. Then all ranks call the function again in their processes and load a file, and a reserve rank joins.",
+        packages=("nvidia-resiliency-ext",),
+    ),
+    System(
+        "NVRx in-process restart, short timeouts",
+        "nvrx_in_process.py",
+        _in_process("2 0.2"),
+        "As above, but gloo's timeout is 2 s, and the wrapper looks for failures every 0.2 s instead of every second.",
         packages=("nvidia-resiliency-ext",),
     ),
 )
