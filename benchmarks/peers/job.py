@@ -25,6 +25,9 @@ SOCKET = "reports"
 RANKS = 4
 VOCABULARY = 256
 
+torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+# The first optimizer of a process imports torch._dynamo, for seconds. So a process in reserve does it before it waits.
+
 
 @dataclass(frozen=True)
 class Size:

@@ -32,7 +32,7 @@ LATEST_KILL = 0.2
 """Share of an iteration that has passed at the latest kill, so that the lost rank has sent no gradient of it."""
 IN_FLIGHT = 0.5
 """Share of an iteration after a kill in which a commit is of an iteration that the lost rank had taken part in."""
-JOB_LIMIT_S = 120.0
+JOB_LIMIT_S = 240.0
 """Seconds after which the benchmark ends a job and notes that it did not end by itself."""
 
 
@@ -220,8 +220,9 @@ class Job:
         newest = {report.rank: report.pid for report in self._listener.reports}
         of_ranks = []
         for pid in newest.values():
-            process = psutil.Process(pid)
-            of_ranks.append(sum(map(_pss, (process, *process.children(recursive=True)))))
+            with suppress(psutil.NoSuchProcess):  # A killed rank may not have come back.
+                process = psutil.Process(pid)
+                of_ranks.append(sum(map(_pss, (process, *process.children(recursive=True)))))
         return int(statistics.median(of_ranks)), sum(map(_pss, self._all()))
 
     def kill(self, rank: int, iteration: int, share: float) -> Kill:
@@ -312,6 +313,7 @@ def run(system: System, peers: Path, iterations: int, size: str, kills: int = 0,
         JobError: the job failed.
     """
     draw, killed = random.Random(seed), list[Kill]()
+    iterations *= system.longer if kills else 1
     with Job(system, peers, iterations, size) as job:
         for number in range(1, kills + 1):
             share = draw.uniform(0.0, LATEST_KILL)

@@ -57,7 +57,9 @@ class Row:
         self.kills = killed["kills"] if killed else []
         self.next_s, self.all_s = (_median(kill[name] for kill in self.kills) for name in ("next_s", "all_s"))
         free = {one["digest"] for one, _ in pairs}
-        self.bits = "" if killed is None else "equal" if free == {killed["digest"]} else "DIFFERENT"
+        self.bits = "" if killed is None else "equal" if free == {killed["digest"]} else "different"
+        if system.longer > 1 and killed is not None:
+            self.bits = "not comparable"
         self.phases = killed["phases"] if killed else []
         self.lines = float(lines_of(LOOPS / system.loop))
 
@@ -170,7 +172,8 @@ counts.
 - *kill*: SIGKILL to one of the ranks 1 to 3, shortly after all ranks have committed an iteration; median and range. Rank 0 is spared, because
   nvidia-resiliency-ext cannot lose it in-process. Both times are taken outside of the job.
 - *next commit*: any rank has committed a later iteration than before. *all ranks train*: all {RANKS} ranks have committed the same one.
-- *bits*: the final weights, compared with those of the same system's jobs without a failure.
+- *bits*: the final weights, compared with those of the same system's jobs without a failure. *not comparable*: survivors go on with a
+  smaller batch, so the weights cannot be the same; this job has more iterations, so that the lost rank comes back in it.
 - *MB*: proportional set size. A rank's helper processes are included; in *of the job*, so are launchers and spares.
 - *lines*: lines of code in the loop that the loop without fault tolerance lacks, without the command that starts it.
 

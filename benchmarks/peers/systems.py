@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -45,8 +46,8 @@ class System:
     """Sentence for the page: what happens after the kill, and what takes the time."""
     packages: tuple[str, ...] = ()
     """Packages of the peers' environment; empty for what needs none."""
-    is_exact: bool = True
-    """False if the batch shrinks while a rank is missing, so that the bits of a job with a kill must differ."""
+    longer: int = 1
+    """Factor of the iterations of a job with kills. Above 1, survivors go on with a smaller batch, so bits must differ."""
 
 
 def free_port() -> int:
@@ -86,6 +87,12 @@ def _restarted(peers: Path, loop: Path) -> tuple[Command, ...]:
     return (Command(torchrun(peers / "python", loop, "--max-restarts", RESTARTS), _OWN_STORE),)
 
 
+def _lm_resiliency(peers: Path, loop: Path) -> tuple[Command, ...]:
+    (command,) = _restarted(peers, loop)
+    path = f"{ROOT}{os.pathsep}{peers.parent / 'lm_resiliency'}"
+    return (Command(command.words, {**command.variables, "PYTHONPATH": path}),)
+
+
 def _in_process(timeouts: str) -> Callable[[Path, Path], tuple[Command, ...]]:
     """Return the processes of ranks and reserves; torchrun would end all of them after the first kill."""
 
@@ -96,6 +103,26 @@ def _in_process(timeouts: str) -> Callable[[Path, Path], tuple[Command, ...]]:
             "PEERS_TIMEOUTS": timeouts,
         }  # fmt: skip
         return tuple(Command(words, {**variables, "RANK": str(rank)}) for rank in range(world))
+
+    return commands
+
+
+def _torchft(replicas: int, heartbeat_timeout_ms: int) -> Callable[[Path, Path], tuple[Command, ...]]:
+    """Return the lighthouse, and torchrun for each replica group; a quorum needs so many groups."""
+
+    def commands(peers: Path, loop: Path) -> tuple[Command, ...]:
+        port = free_port()
+        lighthouse = (
+            str(peers / "torchft_lighthouse"), "--bind", f"127.0.0.1:{port}", "--min_replicas", str(replicas),
+            "--quorum_tick_ms", "100", "--join_timeout_ms", "10000", "--heartbeat_timeout_ms", str(heartbeat_timeout_ms),
+        )  # fmt: skip
+        words = (
+            str(peers / "python"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+            "--max-restarts", RESTARTS, str(loop),
+        )  # fmt: skip
+        variables = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "PEERS_REPLICAS": str(replicas)}
+        groups = [Command(words, {**variables, "REPLICA_GROUP_ID": str(rank)}) for rank in range(RANKS)]
+        return (Command(lighthouse, is_service=True), *groups)
 
     return commands
 
@@ -136,6 +163,38 @@ SYSTEMS = (
         _in_process("2 0.2"),
         "As above, but gloo's timeout is 2 s, and the wrapper looks for failures every 0.2 s instead of every second.",
         packages=("nvidia-resiliency-ext",),
+    ),
+    System(
+        "torchft",
+        "with_torchft.py",
+        _torchft(1, 5000),
+        "The iteration is not committed. Survivors wait until the lighthouse no longer counts the lost group (heartbeats: 5 s), "
+        "and go on with a smaller batch; torchrun starts the lost rank again, which copies the state from a live one.",
+        packages=("torchft-nightly",),
+        longer=12,
+    ),
+    System(
+        "torchft, short timeouts",
+        "with_torchft.py",
+        _torchft(1, 1000),
+        "As above, but the lighthouse waits for heartbeats for 1 s.",
+        packages=("torchft-nightly",),
+        longer=12,
+    ),
+    System(
+        "torchft, all replicas required",
+        "with_torchft.py",
+        _torchft(RANKS, 5000),
+        "Survivors wait for the restarted rank, so the batch does not shrink; most of the time, it imports torch.",
+        packages=("torchft-nightly",),
+    ),
+    System(
+        "lm-resiliency, restart",
+        "with_lm_resiliency.py",
+        _lm_resiliency,
+        "torchrun ends all ranks, and their memory with the copies; they go on from the files. Most of the time, four "
+        "processes import torch.",
+        packages=("lm-resiliency",),
     ),
 )
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 PACKAGES = ("torch", "torchft-nightly", "nvidia-resiliency-ext", "lm-resiliency")
 _QUESTION = """
-import importlib.metadata, json, sys
+import importlib.metadata, json, pathlib, sys
+sys.path.append(str(pathlib.Path(sys.prefix, "lm_resiliency")))
 print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
 """
 
