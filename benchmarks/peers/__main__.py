@@ -14,6 +14,7 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.peers.job import SIZES
@@ -30,40 +31,51 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=systems, default=list(systems), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="jobs of each system without a failure")
     parser.add_argument("--kills", type=int, default=3, metavar="N", help="kills of each system")
-    parser.add_argument("--iterations", type=int, default=40, metavar="N")
+    parser.add_argument("--iterations", type=int, default=60, metavar="N")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of killed ranks and moments")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv.peers", help="environment of the other systems")
     parser.add_argument("--records", type=Path, default=RECORDS, help="file to which the run is added")
     parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
+    parser.add_argument(
+        "--missing", action="store_true", help="run only the jobs that failed in the newest record, and complete it"
+    )
     parser.add_argument("--only-page", action="store_true", help="write the page again from the newest record")
     arguments = parser.parse_args()
     if not arguments.only_page:
+        earlier = newest(arguments.records) if arguments.missing else None
         with arguments.records.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(measure(arguments)) + "\n")
-    record = json.loads(arguments.records.read_text(encoding="utf-8").splitlines()[-1])
+            file.write(json.dumps(measure(arguments, earlier)) + "\n")
+    record = newest(arguments.records)
     arguments.page.write_text(report(record), encoding="utf-8")
     draw(record, arguments.page.with_name(FIGURE.name))
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, object]:
-    """Run all jobs, and return the record of the run."""
-    systems = [system for name, system in by_name().items() if name in {PLAIN, *arguments.systems}]
+def newest(records: Path) -> dict[str, Any]:
+    """Return the newest record of a file."""
+    return dict(json.loads(records.read_text(encoding="utf-8").splitlines()[-1]))
+
+
+def measure(arguments: argparse.Namespace, earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """Run the jobs that ``earlier`` lacks, or all jobs, and return the record of the run."""
     binaries = arguments.peers / "bin"
-    results: dict[str, dict[str, object]] = {}
-    absent = []
+    systems = [
+        system
+        for name, system in by_name().items()
+        if name in {PLAIN, *arguments.systems} and (not system.packages or (binaries / "python").exists())
+    ]
+    results: dict[str, dict[str, Any]] = earlier["systems"] if earlier else {}
+    later = [name for name, result in results.items() if result["error"] is not None]
     for system in systems:
-        if system.packages and not (binaries / "python").exists():
-            absent.append(system)
-            print(f"{system.name}: skipped, there is no environment in {arguments.peers}", file=sys.stderr)
-            continue
-        results[system.name] = {"rounds": [], "kills": None, "error": None}
-    present = [system for system in systems if system not in absent]
+        results.setdefault(system.name, {"rounds": [], "kills": None})["error"] = None
     for number in range(arguments.rounds + 1):
-        for system in present:
-            is_last = number == arguments.rounds
-            result = results[system.name]
-            if result["error"] is not None or (is_last and (system.name == PLAIN or not arguments.kills)):
+        for system in systems:
+            is_last, result = number == arguments.rounds, results[system.name]
+            if is_last:
+                is_done = system.name == PLAIN or not arguments.kills or result["kills"] is not None
+            else:
+                is_done = len(result["rounds"]) > number
+            if is_done or result["error"] is not None:
                 continue
             print(f"{'kills' if is_last else f'round {number + 1}'}: {system.name}", file=sys.stderr, flush=True)
             try:
@@ -78,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             if is_last:
                 result["kills"] = job
             else:
-                result["rounds"] = [*list(result["rounds"] or ()), job]  # type: ignore[call-overload]
+                result["rounds"].append(job)
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}", "command": (
             f"python -m benchmarks.peers --rounds {arguments.rounds} --kills {arguments.kills} "
@@ -86,6 +98,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         ),
         "measured_on": measured_on("torch", "nvidia-resiliency-ext"), "peers": versions_of(binaries / "python"),
         "iterations": arguments.iterations, "size": arguments.size, "systems": results,
+        "later": later,
     }  # fmt: skip
 
 

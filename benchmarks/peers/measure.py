@@ -1,4 +1,4 @@
-"""One job of the benchmark: start it, take the time of its reports from outside, kill ranks, and end it."""
+"""Job of the benchmark: start it, take the time of its reports from outside, kill ranks, and end it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Listener:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and close the socket."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"", self._socket.getsockname())
         self._thread.join()

@@ -71,7 +71,7 @@ class Row:
         return [
             self.system.name, _spread(self.walls), _spread(self.processors),
             *(_spread([kill[name] for kill in self.kills]) for name in ("next_s", "all_s")),
-            f"{repeated} in {len(self.kills)} kills" if self.kills else (self.error or ""), self.bits,
+            f"{repeated} in {len(self.kills)} kills" if self.kills else ("did not recover" if self.error else ""), self.bits,
             f"{self.rank_mb:.0f}", f"{self.job_mb:.0f}", "" if self.system.name == PLAIN else f"{self.lines:.0f}",
         ]  # fmt: skip
 
@@ -154,6 +154,7 @@ def report(record: Mapping[str, Any]) -> str:
     peers = ", ".join(f"{name} {version}" for name, version in record["peers"].items())
     sentences = "\n".join(f"- *{row.system.name}*: {row.system.after_kill}" for row in rows)
     comparisons = "\n".join(comparison(rows))
+    later = f"\n- Some jobs ran later than the others: {', '.join(record['later'])}." if record["later"] else ""
     return f"""# Beside other systems, on the same job
 
     benchmarks/peers/setup.sh
@@ -161,7 +162,7 @@ def report(record: Mapping[str, Any]) -> str:
 
 {RANKS} gloo ranks on one machine train a small MoE ({size.layers} layers of {size.experts} experts, {weights / 1e6:.1f} M parameters, {12 * weights / 1e6:.1f} MB with AdamW),
 data parallel: each rank holds the whole state. Model, data, optimizer, seeds and threads (one for each rank) are those of
-[benchmarks/peers/job.py](peers/job.py) for all systems. What a user writes for each is in [benchmarks/peers/loops](peers/loops).
+`benchmarks/peers/job.py` for all systems. What a user writes for each is in `benchmarks/peers/loops`.
 All processes share two cores, so a spare process or a checkpoint that waits for a disk costs little here, and processor time is what
 counts.
 
@@ -195,9 +196,9 @@ The best row of this project against every other system, from the table above:
   save the whole state in each iteration pay more.
 - Data parallelism is the case in which other ranks hold everything that is lost. Pipeline or expert parallelism, for which this project
   is made, is not measured here: torchft and the checkpoints treat it differently.
-- *this project, replay* and *redo* save by this project's defaults, which here means a window every few dozen iterations, since live ranks
-  hold the state. *whole state each iteration* is the row to compare with checkpoints of each iteration.
-- Systems that restart a process pay for its imports, which are slow on two shared cores.
+- *this project, replay* and *redo* save by this project's defaults: once the job has measured what windows cost, it makes one in a few dozen
+  iterations. The first windows, up to about iteration 16, follow each other without a rest, so a short job shows a higher cost than a long one. *whole state each iteration* is the row to compare with checkpoints of each iteration.
+- Systems that restart a process pay for its imports, which are slow on two shared cores.{later}
 
 {record["measured_on"]}, gloo. Other systems: {peers or "not installed"}.
 """

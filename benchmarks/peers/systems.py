@@ -107,7 +107,7 @@ def _in_process(timeouts: str) -> Callable[[Path, Path], tuple[Command, ...]]:
     return commands
 
 
-def _torchft(replicas: int, heartbeat_timeout_ms: int) -> Callable[[Path, Path], tuple[Command, ...]]:
+def _torchft(replicas: int, heartbeat_timeout_ms: int, gloo_s: int) -> Callable[[Path, Path], tuple[Command, ...]]:
     """Return the lighthouse, and torchrun for each replica group; a quorum needs so many groups."""
 
     def commands(peers: Path, loop: Path) -> tuple[Command, ...]:
@@ -120,7 +120,11 @@ def _torchft(replicas: int, heartbeat_timeout_ms: int) -> Callable[[Path, Path],
             str(peers / "python"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
             "--max-restarts", RESTARTS, str(loop),
         )  # fmt: skip
-        variables = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "PEERS_REPLICAS": str(replicas)}
+        variables = {
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}",
+            "PEERS_REPLICAS": str(replicas),
+            "PEERS_GLOO_S": str(gloo_s),
+        }
         groups = [Command(words, {**variables, "REPLICA_GROUP_ID": str(rank)}) for rank in range(RANKS)]
         return (Command(lighthouse, is_service=True), *groups)
 
@@ -167,24 +171,25 @@ SYSTEMS = (
     System(
         "torchft",
         "with_torchft.py",
-        _torchft(1, 5000),
-        "The iteration is not committed. Survivors wait until the lighthouse no longer counts the lost group (heartbeats: 5 s), "
-        "and go on with a smaller batch; torchrun starts the lost rank again, which copies the state from a live one.",
+        _torchft(1, 5000, 5),
+        "The iteration is not committed. Some survivors wait for gloo's timeout (5 s, as in torchft's example), and the "
+        "lighthouse as long for heartbeats of the lost group. Survivors go on with a smaller batch. torchrun starts the "
+        "lost rank again; it imports torch, and copies the state from a live rank.",
         packages=("torchft-nightly",),
-        longer=12,
+        longer=8,
     ),
     System(
         "torchft, short timeouts",
         "with_torchft.py",
-        _torchft(1, 1000),
-        "As above, but the lighthouse waits for heartbeats for 1 s.",
+        _torchft(1, 1000, 1),
+        "As above, but both timeouts are 1 s.",
         packages=("torchft-nightly",),
-        longer=12,
+        longer=8,
     ),
     System(
         "torchft, all replicas required",
         "with_torchft.py",
-        _torchft(RANKS, 5000),
+        _torchft(RANKS, 5000, 5),
         "Survivors wait for the restarted rank, so the batch does not shrink; most of the time, it imports torch.",
         packages=("torchft-nightly",),
     ),

@@ -22,6 +22,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 model, optimizer = job.make()
 copies = CliqueReplicationStrategy.from_replication_params(replication_jump=1, replication_factor=2)
+for unfinished in (job.folder() / "checkpoints" / str(rank)).glob("*.dirty.pt"):
+    unfinished.unlink()  # A kill during a save leaves such a file, with which the next save of the iteration fails.
 manager = LocalCheckpointManager(job.folder() / "checkpoints", repl_strategy=copies)
 newest = max(0, manager.find_latest())
 if newest:

@@ -21,7 +21,7 @@ def state_dict():
 
 
 manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=int(os.environ["PEERS_GLOO_S"]))),
     min_replica_size=int(os.environ["PEERS_REPLICAS"]),
     load_state_dict=load_state_dict,
     state_dict=state_dict,
