@@ -116,11 +116,11 @@ def lines_of(loop: Path) -> int:
 
 def comparison(rows: Sequence[Row]) -> list[str]:
     """Return a line for each measure: which systems are better than the best row of this project."""
-    ours = [row for row in rows if row.system.name.startswith(OURS)]
-    others = [row for row in rows if row not in ours and row.system.name != PLAIN]
+    own = [row for row in rows if row.system.name.startswith(OURS)]
+    others = [row for row in rows if row not in own and row.system.name != PLAIN]
     lines = []
     for name, form, value in MEASURES:
-        measured = [row for row in ours if value(row) == value(row)]  # NaN is not equal to itself.
+        measured = [row for row in own if value(row) == value(row)]  # NaN is not equal to itself.
         if not measured:
             continue
         best = min(measured, key=value)

@@ -52,9 +52,9 @@ def test_the_record_has_all_systems() -> None:
 
 
 def test_rows_are_ratios_to_the_plain_job(record: dict[str, Any]) -> None:
-    _, ours, peer = page.rows_of(record)
-    assert ours.wall == pytest.approx(1.2)
-    assert (ours.next_s, ours.all_s, ours.bits, ours.rank_mb) == (1.0, 2.0, "equal", 3.0)
+    _, own, peer = page.rows_of(record)
+    assert own.wall == pytest.approx(1.2)
+    assert (own.next_s, own.all_s, own.bits, own.rank_mb) == (1.0, 2.0, "equal", 3.0)
     assert peer.bits == "different"
 
 
