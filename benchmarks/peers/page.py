@@ -48,15 +48,15 @@ class Row:
     def __init__(self, system: System, result: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
         pairs = list(zip(result["rounds"], plain["rounds"], strict=False))
         self.system, self.error = system, result["error"]
-        self.walls = [one["iteration_s"] / other["iteration_s"] for one, other in pairs]
-        self.processors = [one["iteration_cpu_s"] / other["iteration_cpu_s"] for one, other in pairs]
+        self.walls = [job["iteration_s"] / other["iteration_s"] for job, other in pairs]
+        self.processors = [job["iteration_cpu_s"] / other["iteration_cpu_s"] for job, other in pairs]
         self.wall, self.processor = _median(self.walls), _median(self.processors)
-        self.rank_mb = _median(one["rank_bytes"] / 1e6 for one, _ in pairs)
-        self.job_mb = _median(one["job_bytes"] / 1e6 for one, _ in pairs)
+        self.rank_mb = _median(job["rank_bytes"] / 1e6 for job, _ in pairs)
+        self.job_mb = _median(job["job_bytes"] / 1e6 for job, _ in pairs)
         killed = result["kills"]
         self.kills = killed["kills"] if killed else []
         self.next_s, self.all_s = (_median(kill[name] for kill in self.kills) for name in ("next_s", "all_s"))
-        free = {one["digest"] for one, _ in pairs}
+        free = {job["digest"] for job, _ in pairs}
         self.bits = "" if killed is None else "equal" if free == {killed["digest"]} else "different"
         if system.longer > 1 and killed is not None:
             self.bits = "not comparable"
