@@ -9,6 +9,7 @@ machines without a GPU (``platform/megatron_cpu.py``) are not in this list.
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -75,6 +76,10 @@ def _here(body: Body, *context: Any) -> Body:
     return functools.partial(body, _process, *context)
 
 
+def _arguments() -> Namespace:
+    return _process.args
+
+
 def _flag_points() -> Iterator[Point]:
     """Yield the functions that parse and validate flags, so that errors have one line."""
     from megatron.moevement import arguments, preflight
@@ -132,7 +137,7 @@ def _model_points() -> Iterator[Point]:
         yield Point(
             (provider,), "grouped_mlp_modules",
             "specs name a class of experts, and that class does not support frozen experts",
-            (experts.experts_with_kernels,),
+            (functools.partial(experts.experts_with_kernels, _arguments),),
         )  # fmt: skip
     yield Point(
         ("megatron.core.models.gpt.moe_module_specs",), "MoELayer",
@@ -146,7 +151,7 @@ def _model_points() -> Iterator[Point]:
     yield Point(
         ("torch.distributed",), "all_reduce",
         "NCCL adds in an order that depends on the ranks' nodes (--moevement-sums-in-rank-order)",
-        (rank_order.sum_in_rank_order,),
+        (functools.partial(rank_order.sum_in_rank_order, _arguments),),
     )  # fmt: skip
 
 
@@ -262,7 +267,9 @@ def _save_points() -> Iterator[Point]:
         ("megatron.training.checkpointing",), "get_rng_state", first_alone,
         (_here(checkpoint_rng.states_of_every_rank),),
     )  # fmt: skip
-    yield Point(("megatron.core.dist_checkpointing",), "load", first_alone, (checkpoint_rng.states_of_this_rank,))
+    yield Point(
+        ("megatron.core.dist_checkpointing",), "load", first_alone, (_here(checkpoint_rng.states_of_this_rank),)
+    )
     yield Point(
         (_TRAINING,), "save_checkpoint", "a failed save must not end the job", (_here(dense_save.save_or_report),)
     )

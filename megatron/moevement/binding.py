@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -173,9 +174,8 @@ class MegatronBinding(
     @override
     def place(self) -> Place:
         from megatron.core import parallel_state
-        from megatron.training import get_args
 
-        args = get_args()
+        args = self.live.args
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         return Place(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -185,7 +185,7 @@ class MegatronBinding(
             ),
             pipeline=tuple(pipeline),
             is_ring=(args.virtual_pipeline_model_parallel_size or 1) > 1,
-            embedding_ranks=_embedding_ranks(),
+            embedding_ranks=_embedding_ranks(args),
         )
 
     @override
@@ -216,26 +216,21 @@ class MegatronBinding(
     @override
     def put_progress(self, progress: Mapping[str, int]) -> None:
         from megatron.core.num_microbatches_calculator import update_num_microbatches
-        from megatron.training import get_args
 
-        args = get_args()
+        args = self.live.args
         put_progress(self.live, progress)
         args.iteration = progress["iteration"]
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     @override
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self.live.args
         samples = args.train_samples or args.train_iters * args.global_batch_size
         return RouterCounts(self._chunks(), table, ordering, samples * args.seq_length * args.moe_router_topk)
 
     @override
     def expert_capacities(self, table: OperatorTable) -> Mapping[str, float]:
-        from megatron.training import get_args
-
-        capacity = float(expert_capacity(get_args()))
+        capacity = float(expert_capacity(self.live.args))
         return {name: capacity for name, is_expert in zip(table.names, table.is_expert, strict=True) if is_expert}
 
     @override
@@ -246,16 +241,13 @@ class MegatronBinding(
     @override
     def sent_bytes(self) -> int:
         from megatron.core import parallel_state
-        from megatron.training import get_args
 
-        return bytes_sent_per_iteration(get_args(), parallel_state.get_pipeline_model_parallel_rank())
+        return bytes_sent_per_iteration(self.live.args, parallel_state.get_pipeline_model_parallel_rank())
 
     # An iteration
 
     @override
     def commit_point(self, vote: Vote) -> CommittedOptimizer:
-        from megatron.training import get_args
-
         commit = CommittedOptimizer(
             optimizer=self.live.optimizer,
             boundary=lambda: boundary_after(self.live),
@@ -264,7 +256,7 @@ class MegatronBinding(
             step=lambda: self.on_step(),
             scales=Scales(self.live.model or []),
             num_tokens=lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),
-            validates=get_args().check_for_nan_in_loss_and_grad,
+            validates=self.live.args.check_for_nan_in_loss_and_grad,
         )
         self._commit = commit
         fault_points.watch(self.live)
@@ -277,9 +269,7 @@ class MegatronBinding(
         The method sets ``--exit-interval``. At the exit, Megatron saves a checkpoint if ``--save`` names a folder, and
         ends with code 0.
         """
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self.live.args
         if is_winding_down and self._plan is None:
             self._plan = args.exit_interval or 0
             args.exit_interval = committed + 1
@@ -294,9 +284,7 @@ class MegatronBinding(
 
     @override
     def run_totals(self) -> float:
-        from megatron.training import get_args
-
-        return float(get_args().num_floating_point_operations_so_far)
+        return float(self.live.args.num_floating_point_operations_so_far)
 
     @override
     def regroup(self) -> None:
@@ -321,9 +309,7 @@ class MegatronBinding(
 
     @override
     def resume(self, until: int, run_totals: float) -> None:
-        from megatron.training import get_args
-
-        get_args().num_floating_point_operations_so_far = run_totals
+        self.live.args.num_floating_point_operations_so_far = run_totals
         self.on_resume(until)
 
     @override
@@ -336,13 +322,11 @@ class MegatronBinding(
 
     @override
     def audited(self) -> AuditedModel:
-        return audited_model(self._chunks(), self.views)
+        return audited_model(self._chunks(), self.views, is_overlapped=self.live.args.overlap_grad_reduce)
 
     @override
     def live_replicas(self) -> Collection[int]:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self.live.args
         # Under these flags, replicas have different random states, or FP8 scales that each replica computed alone.
         if args.data_parallel_random_init or args.fp8:
             return ()
@@ -355,23 +339,17 @@ class MegatronBinding(
 
     @override
     def stages_are_tied_by(self) -> str | None:
-        from megatron.training import get_args
-
-        if get_args().calculate_per_token_loss and slots() is not None:
+        if self.live.args.calculate_per_token_loss and slots() is not None:
             return "gradients of experts in slots are summed after they are divided by the token count"
         return None
 
     @override
     def iterations_left_out(self) -> Collection[int]:
-        from megatron.training import get_args
-
-        return list(get_args().iterations_to_skip)
+        return list(self.live.args.iterations_to_skip)
 
     @override
     def leave_out(self, iterations: Collection[int]) -> None:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self.live.args
         args.iterations_to_skip = sorted({*args.iterations_to_skip, *iterations})
 
     @override
@@ -418,15 +396,11 @@ class MegatronBinding(
 
     @override
     def settings(self) -> dict[str, Any]:
-        from megatron.training import get_args
-
-        return settings_of(get_args())
+        return settings_of(self.live.args)
 
     @override
     def newest_checkpoint(self) -> int | None:
-        from megatron.training import get_args
-
-        return newest_saved(get_args().save, self.job_name)
+        return newest_saved(self.live.args.save, self.job_name)
 
     # Drills
 
@@ -435,16 +409,14 @@ class MegatronBinding(
         wipe(self.live, self.views)
 
 
-def _embedding_ranks() -> tuple[int, ...]:
+def _embedding_ranks(args: Namespace) -> tuple[int, ...]:
     """Return the ranks, this one included, whose copies of an embedding share gradients; empty if there are no copies.
 
     Megatron sums the gradients of all copies when it finalizes gradients. Copies exist if output layers are tied to the
     embedding, or if the model predicts several tokens ahead.
     """
     from megatron.core import parallel_state
-    from megatron.training import get_args
 
-    args = get_args()
     groups = [parallel_state.get_position_embedding_group(check_initialized=False)]
     if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
         groups.append(parallel_state.get_embedding_group(check_initialized=False))

@@ -22,14 +22,24 @@ _SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
 
 
 def sum_in_rank_order(
+    arguments: Callable[[], Namespace],
     original: Callable[..., Any],
     tensor: torch.Tensor,
     op: Any = torch.distributed.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Add small sums in rank order under ``--moevement-sums-in-rank-order``, in place of torch's ``all_reduce``."""
-    if async_op or not _is_asked_for() or not _is_gathered(tensor, op, group):
+    """Add small sums in rank order under ``--moevement-sums-in-rank-order``, in place of torch's ``all_reduce``.
+
+    Args:
+        arguments: function that returns the trainer's arguments.
+        original: torch's ``all_reduce``.
+        tensor: terms of the sum on this rank, and its result.
+        op: kind of reduction.
+        group: ranks that add; None for all.
+        async_op: True if the caller waits for the sum later.
+    """
+    if async_op or not _is_asked_for(arguments()) or not _is_gathered(tensor, op, group):
         return original(tensor, op, group, async_op)
     ranks = torch.distributed.get_world_size(group)
     gathered = tensor.new_empty((ranks, tensor.numel()))
@@ -47,10 +57,8 @@ def _is_gathered(tensor: torch.Tensor, op: Any, group: Any) -> bool:
     return ranks > SAFE_SUM and ranks * tensor.nbytes <= MOST_GATHERED_BYTES
 
 
-def _is_asked_for() -> bool:
-    from megatron.training import global_vars
-
-    return bool(getattr(global_vars._GLOBAL_ARGS, "moevement_sums_in_rank_order", False))
+def _is_asked_for(args: Namespace) -> bool:
+    return bool(getattr(args, "moevement_sums_in_rank_order", False))  # A trainer that starts has no arguments yet.
 
 
 def arithmetic_of(args: Namespace) -> Arithmetic:

@@ -155,9 +155,7 @@ def _tracker_states(states: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
 
 def progress(live: Live) -> dict[str, int]:
     """Return the progress of the job: iteration and consumed samples."""
-    from megatron.training import get_args
-
-    args = get_args()
+    args = live.args
     return {
         "iteration": live.iteration,
         "consumed_train_samples": args.consumed_train_samples,

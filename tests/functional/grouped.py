@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from megatron.moevement.activate import process
 from megatron.moevement.worker import run_rank
 
 
@@ -29,7 +30,9 @@ def trained_on_grouped_layers(argv: list[str]) -> set[tuple[int, int]]:
         computed.add((sum(target is not None for target in into), len(into)))
         original(dy, x, counts, into, **options)
 
-    experts = patch.object(LocalSpecProvider, "grouped_mlp_modules", partial(experts_with_kernels, grouped))
+    experts = patch.object(
+        LocalSpecProvider, "grouped_mlp_modules", partial(experts_with_kernels, lambda: process().args, grouped)
+    )
     with experts, patch.object(launch, "linear_weight_gradient", noted):
         run_rank(argv)
     return computed

@@ -19,10 +19,10 @@ def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator
     Each virtual stage has one iterator; it is None if this rank reads no data. The function does not communicate, and
     leaves the random generators of training unchanged. The job must use ``--dataloader-type single`` or ``cyclic``.
     """
-    from megatron.training import get_args, training
+    from megatron.training import training
 
     # Megatron's cyclic loaders start over at the end of the data, in another order.
-    endless = training.cyclic_iter if get_args().dataloader_type == "cyclic" else iter
+    endless = training.cyclic_iter if live.args.dataloader_type == "cyclic" else iter
     loaders = [
         training.build_pretraining_data_loader(train_set, consumed_train_samples) for train_set, *_ in live.datasets
     ]

@@ -25,12 +25,10 @@ def load_with_own_generator(
     The function also delays the start of workers for validation and test sets until the first evaluation. Otherwise
     every recovery would start these workers, because it enters training again.
     """
-    from megatron.training import get_args
-
     loader = original(dataset, consumed_samples, *args, **kwargs)
     if type(loader) is DataLoader:
         if loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(get_args().seed)
+            loader.generator = torch.Generator().manual_seed(process.args.seed)
         if all(dataset is not sets[0] for sets in process.job.live.datasets):
             loader.__class__ = _OpenedLate
     return loader
@@ -63,9 +61,7 @@ def load_from_known_samples(process: Process, original: Callable[..., Any], *arg
     Megatron takes this 0 for a number that an old checkpoint lacks, and guesses the number from the iteration. To
     prevent this, the function sets the iteration to 0 during the call.
     """
-    from megatron.training import get_args
-
-    settings, live = get_args(), process.job.live
+    settings, live = process.args, process.job.live
     with live.undo.nested() as inner:
         if live.samples_are_known and not settings.phase_transition_iterations:
             inner.set(settings, "iteration", 0)
@@ -74,8 +70,6 @@ def load_from_known_samples(process: Process, original: Callable[..., Any], *arg
 
 def retain_datasets(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build data sets and keep them for replays, in place of ``build_train_valid_test_datasets``."""
-    from megatron.training import get_args
-
     job = process.job
     live, is_rejoining = job.live, job.rejoined is not None
     chunk, live.datasets_asked = live.datasets_asked, live.datasets_asked + 1
@@ -83,7 +77,7 @@ def retain_datasets(process: Process, original: Callable[..., Any], *args: Any, 
         return live.datasets[chunk]
     with live.undo.nested() as inner:
         if is_rejoining:
-            building_data_without_others(inner, get_args().data_cache_path)
+            building_data_without_others(inner, process.args.data_cache_path)
         with waiting_for_others():  # Rank 0 may build indices, which takes minutes.
             datasets = original(*args, **kwargs)
     live.datasets[chunk:] = [datasets]

@@ -42,10 +42,8 @@ class MegatronRebuilder(Rebuilder):
 
     @override
     def build(self, names: JobNames, offers: Sequence[Offer]) -> BindingInterface:
-        from megatron.training import get_args
-
-        self._first.put()
-        args, job, run_dir = get_args(), self._process.job, self._run.run_dir
+        self._first.put(self._process.args)
+        args, job, run_dir = self._process.args, self._process.job, self._run.run_dir
         live, binding = job.live, job.binding
         with live.undo.nested() as inner:
             sharing_parameter_keys(inner, binding.parameter_keys, ())
@@ -68,8 +66,6 @@ class MegatronRebuilder(Rebuilder):
 
     @override
     def begin_record(self, binding: BindingInterface) -> None:
-        from megatron.training import get_args
-
         live = self._process.job.live
-        recorder.begin(live, get_args(), self._run.run_dir, self._lock)
+        recorder.begin(live, live.args, self._run.run_dir, self._lock)
         record_placement(live.record, live.iteration)

@@ -171,9 +171,7 @@ class MegatronRecut(Recut):
 
         They have no losses if a rank that had computed a part of the losses failed.
         """
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self._live.args
         sums = {layout: sums for layout, sums in parts.items() if sums is not None and Shard(*layout.shard).tensor == 0}
         ranks_of_replica = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
         losses: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,10 @@ class FirstProgress:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def put(self) -> None:
+    def put(self, args: Namespace) -> None:
         """Save iteration and consumed samples at the first call, and restore them at every later call."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
-        from megatron.training import get_args
 
-        args = get_args()
         if not self._values:
             names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration")
             self._values = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -44,16 +43,15 @@ class FirstProgress:
 
 def has_built(job: Job, groups: Groups | None) -> None:
     """Store in ``job`` what follows from a newly built model: process groups, and the experts in slots."""
-    from megatron.training import get_args
-
-    if get_args().moevement_elastic:  # Windows on disk identify positions by flags alone.
+    args = job.live.args
+    if args.moevement_elastic:  # Windows on disk identify positions by flags alone.
         now = layout_now()
-        assert now == layout_from_flags(settings_of(get_args()), now.rank)
+        assert now == layout_from_flags(settings_of(args), now.rank)
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
     if (expert_slots := slots()) is not None:
         mark_replicas(job.live.model or [], job.live.optimizer)
-        job.loads = RoutedLoads(job.live.model or [], expert_slots, get_args().moevement_rebalance_interval)
+        job.loads = RoutedLoads(job.live.model or [], expert_slots, args.moevement_rebalance_interval)
         job.binding.expert_loads = job.loads.now
 
 

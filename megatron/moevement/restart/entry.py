@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,16 +57,14 @@ def enter_setup(
 
     After a failure, the function returns these objects on a survivor. On a replacement, it builds new ones.
     """
-    from megatron.training import get_args
-
     if slots() is not None and (container := kwargs.get("cfg_container")) is not None:
-        container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
+        container.model.expert_model_parallel_size = process.args.expert_model_parallel_size
 
     def setup() -> tuple[list[Any], Any, Any]:
         with waiting_for_others():  # compilers, device libraries or a checkpoint may take long
             return original(*args, **kwargs)
 
-    now, run = generation(), RunConfig.from_args(get_args())
+    now, run = generation(), RunConfig.from_args(process.args)
     groups = Groups.now() if now is not None else None
     if now is not None:
         make_communicators(_pipelines())
@@ -92,11 +89,9 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
     Raises:
         ConfigError: the job cannot start with its flags; for example, another job has the run directory.
     """
-    from megatron.training import get_args
-
-    first.put()
+    first.put(process.args)
     job = process.job
-    args, live, binding = get_args(), job.live, job.binding
+    args, live, binding = process.args, job.live, job.binding
     with live.undo.nested() as inner:
         sharing_parameter_keys(inner, binding.parameter_keys, ())
         names = job.names = agree_on_names()
@@ -185,12 +180,10 @@ def _rejoin(
     job: Job, run: RunConfig, config: SessionConfig, setup: Setup, groups: Groups | None, first: FirstProgress
 ) -> None:
     """Continue a job whose survivors keep their model. Collective."""
-    from megatron.training import get_args
-
     binding = job.binding
     binding.groups_now = groups
-    args = get_args()
-    binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
+    args = job.live.args
+    binding.on_build = lambda keys: _build(job, setup, parameter_keys=keys, first=first)
     binding.on_resume = lambda until: recorder.resume_record(job, args, run.run_dir)
     session, before = job.session if job.has_begun else None, job.rejoined
     assert not isinstance(before, ResizedSession)
@@ -201,15 +194,15 @@ def _joined(job: Job, session: Session, until: int) -> None:
     job.session = session
 
 
-def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: FirstProgress) -> bool:
+def _build(job: Job, setup: Setup, parameter_keys: list[Any], first: FirstProgress) -> bool:
     """Build model, optimizer and scheduler on a replacement, without communication and before their state is restored.
 
     Returns:
         True if the new objects have the state from which the job started; False if the job started with weights from a
             checkpoint or from other ranks.
     """
-    first.put()  # This process may have advanced the progress in an earlier generation.
-    binding, live = job.binding, job.live
+    binding, live, args = job.binding, job.live, job.live.args
+    first.put(args)  # This process may have advanced the progress in an earlier generation.
     binding.job_name = job_name() or ""
     load, pretrained = args.load, args.pretrained_checkpoint
     with live.undo.nested() as inner:
@@ -232,8 +225,6 @@ def enter_loop(process: Process, original: Callable[..., Any], *args: Any, **kwa
 
     The replay calls Megatron's ``train_step`` with the arguments of ``train``.
     """
-    from megatron.training import get_args
-
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     job = process.job
@@ -247,7 +238,7 @@ def enter_loop(process: Process, original: Callable[..., Any], *args: Any, **kwa
     elif job.session is not None:
         job.session.begin_training()
     job.has_begun = True
-    if get_args().moevement_export:
+    if process.args.moevement_export:
         export(job.live, bound.arguments)
     if (now := generation()) is not None:
         job.resumed_in = now.roster.generation
@@ -270,9 +261,9 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
     Raises:
         SystemExit: the job was due to exit after the iteration.
     """
-    from megatron.training import get_args, training
+    from megatron.training import training
 
-    args, inputs = get_args(), train.arguments
+    args, inputs = job.live.args, train.arguments
     start = args.start_eval_at_iter
     due = args.eval_interval and args.do_valid and iteration % args.eval_interval == 0
     if due and (start is None or iteration >= start):
@@ -288,7 +279,7 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
     with job.live.undo.nested() as undo:
         if is_due and not is_overdue:  # saved before the failure
             undo.set(args, "save_interval", None)
-        is_to_exit = checkpoint_and_decide_exit(inputs, iteration)
+        is_to_exit = checkpoint_and_decide_exit(job.live, inputs, iteration)
     if is_to_exit:
         leave()
 

@@ -22,6 +22,9 @@ def restart_in_process(
 
     In all other jobs, the function only calls ``pretrain``.
     """
+    from megatron.training import get_args
+
+    process.take_arguments(get_args())
     if not is_restarted_in_process():
         return original(*args, store=store, **kwargs)
     return run_through_failures(_Pretrain(process, original, args, kwargs))
@@ -37,9 +40,7 @@ class _Pretrain(Training):
     @property
     @override
     def watching(self) -> GuardSettings:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = self._process.args
         return GuardSettings(
             args.inprocess_soft_timeout,
             args.inprocess_monitor_thread_interval,
@@ -53,30 +54,26 @@ class _Pretrain(Training):
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
-        megatron_state.take_rank(rank, world, device)
+        megatron_state.take_rank(self._process.args, rank, world, device)
 
     @property
     @override
     def grid(self) -> Grid | None:
-        from megatron.training import get_args
-
-        return grid_of(get_args())
+        return grid_of(self._process.args)
 
     @property
     @override
     def blocks(self) -> tuple[int, ...]:
-        from megatron.training import get_args
-
-        return blocks_of(get_args())
+        return blocks_of(self._process.args)
 
     @override
     def interrupted(self) -> None:
         job = self._process.job
         if job.session is not None:
             job.session.disconnect()
-        megatron_state.forget_generation()
+        megatron_state.forget_generation(self._process.args)
         megatron_state.set_program_start(self._program_start)
-        saves.forget_saves(job.live.is_saving)
+        saves.forget_saves(self._process.args, was_interrupted=job.live.is_saving)
         job.live.is_saving = False
         job.live.datasets_asked = 0
         job.binding.forget_loop()

@@ -5,24 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from argparse import Namespace
 from contextlib import suppress
 
 
-def take_rank(rank: int, world: int, device: int | None = None) -> None:
+def take_rank(args: Namespace, rank: int, world: int, device: int | None = None) -> None:
     """Set this process's rank in Megatron's global arguments and in the objects that depend on it.
 
     Args:
+        args: Megatron's arguments.
         rank: rank in the job.
         world: number of ranks in the job.
         device: local number of the rank's device; None to keep the present number. Megatron selects the device when
             ``pretrain`` is entered, and a spare has none before that.
     """
-    from megatron.training import get_args, global_vars
+    from megatron.training import global_vars
 
-    args = get_args()
     args.rank = rank
     if world != args.world_size:
-        _take_world(world)
+        _take_world(args, world)
     if device is not None:
         args.local_rank = device
         os.environ["LOCAL_RANK"] = str(device)
@@ -37,12 +38,10 @@ def take_rank(rank: int, world: int, device: int | None = None) -> None:
             setattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER", None)
 
 
-def _take_world(world: int) -> None:
+def _take_world(args: Namespace, world: int) -> None:
     """Set the number of ranks to ``world``; the global batch keeps its size."""
     from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
-    from megatron.training import get_args
 
-    args = get_args()
     args.data_parallel_size = args.data_parallel_size * world // args.world_size
     args.world_size = world
     if args.moevement_expert_slots is not None:
@@ -53,12 +52,11 @@ def _take_world(world: int) -> None:
     )  # fmt: skip
 
 
-def forget_generation() -> None:
+def forget_generation(args: Namespace) -> None:
     """Remove Megatron's global objects from an interrupted ``pretrain``, so that the process can enter it again."""
     from megatron.core import parallel_state, rerun_state_machine
-    from megatron.training import get_args, global_vars
+    from megatron.training import global_vars
 
-    args = get_args()
     end_data_workers()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()

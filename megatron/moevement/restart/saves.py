@@ -10,6 +10,7 @@ repeated save.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from contextlib import suppress
 from types import ModuleType
 
@@ -23,32 +24,31 @@ Synchronous saves use the same queue.
 """
 
 
-def forget_saves(was_interrupted: bool) -> None:
+def forget_saves(args: Namespace, *, was_interrupted: bool) -> None:
     """End this rank's writer processes and drop the lists in their queue, after a failure.
 
     Args:
+        args: Megatron's arguments.
         was_interrupted: True if the main thread was executing a save.
     """
-    from megatron.training import get_args
-
-    if get_args().async_save:
-        was_interrupted = _end_writers() or was_interrupted
+    if args.async_save:
+        was_interrupted = _end_writers(args) or was_interrupted
     if was_interrupted:
         for name in WRITERS:
             if (module := sys.modules.get(name)) is not None:
                 _forget_results(module)
 
 
-def _end_writers() -> bool:
+def _end_writers(args: Namespace) -> bool:
     """End the writers of asynchronous saves; return True if an asynchronous save was not complete on all ranks."""
-    from megatron.training import async_utils, get_args
+    from megatron.training import async_utils
 
     queue = async_utils._async_calls_queue
     are_left = queue is not None and bool(queue.async_calls)
     if queue is not None:
         queue.async_calls.clear()  # otherwise its destructor waits until all ranks finish them
     with suppress(Exception):  # The worker may be dead.
-        async_utils.reset_persistent_async_worker(get_args().async_strategy)
+        async_utils.reset_persistent_async_worker(args.async_strategy)
     async_utils._async_calls_queue = None
     return are_left
 

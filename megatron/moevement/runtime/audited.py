@@ -12,19 +12,16 @@ from moevement_core.audit.evidence import AuditedModel
 from moevement_core.audit.observe import before_reductions
 
 
-def audited_model(chunks: list[Any], views: OperatorViews) -> AuditedModel:
+def audited_model(chunks: list[Any], views: OperatorViews, *, is_overlapped: bool) -> AuditedModel:
     """Return the modules and parameters of a rank's virtual stages.
-
-    With ``--overlap-grad-reduce``, Megatron reduces some gradients while it computes others, so none are observed.
 
     Args:
         chunks: unwrapped virtual stages of this rank.
         views: views of this rank's operators.
+        is_overlapped: True if Megatron reduces some gradients while it computes others. Then none are observed.
     """
-    from megatron.training import get_args
-
     operators = {name: [trained.parameter for trained in entries] for name, entries in views.trained.items()}
-    return AuditedModel(chunks, operators, _no_gradient if get_args().overlap_grad_reduce else _gradient)
+    return AuditedModel(chunks, operators, _no_gradient if is_overlapped else _gradient)
 
 
 def _no_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -56,11 +56,9 @@ def boundary_after(live: Live) -> dict[str, Any]:
         get_current_running_global_batch_size,
         get_num_microbatches,
     )
-    from megatron.training import get_args
 
-    args = get_args()
     state = boundary_copy(live)
-    samples = parallel_state.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
+    samples = parallel_state.get_data_parallel_world_size() * live.args.micro_batch_size * get_num_microbatches()
     left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
     done = state["progress"]
     state["progress"] = {
@@ -104,15 +102,12 @@ def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
 
 def put_progress(live: Live, state: Mapping[str, int]) -> None:
     """Restore the iteration and the consumed samples, as :func:`megatron.moevement.state_digest.progress` gave them."""
-    from megatron.training import get_args
-
-    args = get_args()
     live.samples_are_known = True
     for name, value in state.items():
         if name == "iteration":
             live.iteration = value
         else:
-            setattr(args, name, value)
+            setattr(live.args, name, value)
 
 
 def put_random_states(states: Mapping[str, Any]) -> None:

@@ -21,16 +21,14 @@ def states_of_every_rank(process: Process, original: Callable[..., Any], *args: 
 
     Without expert parallelism, the function collects what Megatron collects.
     """
-    from megatron.training import get_args
-
-    megatron_args = get_args()
+    megatron_args = process.args
     wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
     with process.job.live.undo.nested() as inner:
         inner.set(megatron_args, "data_parallel_random_init", wanted)
         return original(*args, **kwargs)
 
 
-def states_of_this_rank(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def states_of_this_rank(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Give each data-parallel rank the random states that it had saved, in place of ``dist_checkpointing.load``.
 
     Megatron's own function gives every rank the states of the first data-parallel rank. If stock Megatron or a smaller
@@ -38,10 +36,9 @@ def states_of_this_rank(original: Callable[..., Any], *args: Any, **kwargs: Any)
     the states of the last rank in the checkpoint.
     """
     from megatron.core import mpu
-    from megatron.training import get_args
 
     loaded = original(*args, **kwargs)
     states = loaded.get("rng_state") if isinstance(loaded, dict) else None
-    if isinstance(states, list) and states and not get_args().data_parallel_random_init:
+    if isinstance(states, list) and states and not process.args.data_parallel_random_init:
         loaded["rng_state"] = [states[min(mpu.get_data_parallel_rank(), len(states) - 1)]]
     return loaded

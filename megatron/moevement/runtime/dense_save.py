@@ -6,6 +6,7 @@ Megatron itself saves and reshards. This module only catches the error of a fail
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,7 @@ from moevement_core.run.events import CheckpointFailed, CheckpointSaved
 
 def save_or_report(process: Process, original: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Report a failed ``save_checkpoint`` on every rank, and let training continue."""
-    from megatron.training import get_args
-
-    job, save = process.job, get_args().save
+    job, save = process.job, process.args.save
     # Non-persistent checkpoints may have folders of their own, without --save.
     if save and (problem := from_rank_zero(lambda: _unwritable(Path(save), iteration), str | None)):
         _report(job, iteration, problem)
@@ -36,17 +35,15 @@ def save_or_report(process: Process, original: Callable[..., Any], iteration: in
     with _Reported(job, iteration) as outcome, waiting_for_others():
         original(iteration, *args, **kwargs)
         if save and torch.distributed.get_rank() == 0:
-            _mark(Path(save), iteration, job.binding.job_name)
-    if outcome.succeeded and not get_args().async_save:
+            _mark(process.args, iteration, job.binding.job_name)
+    if outcome.succeeded and not process.args.async_save:
         job.event(CheckpointSaved(iteration, str(save)))
     return None
 
 
-def _mark(save: Path, iteration: int, name: str) -> None:
-    from megatron.training import get_args
-
+def _mark(args: Namespace, iteration: int, name: str) -> None:
     try:
-        origin.mark_saved(save, iteration, name, get_args())
+        origin.mark_saved(Path(args.save), iteration, name, args)
     except OSError as error:  # The only effect is that a restart of the job will not use this checkpoint.
         log.warning(
             f"a restart of the job will not use the checkpoint of iteration {iteration}, because rank 0 cannot write "

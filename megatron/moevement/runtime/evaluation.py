@@ -52,9 +52,9 @@ def end_when_asked(
     from ``evaluate`` and skips the end of ``evaluate``, because it expects to exit soon. The function does the skipped
     steps, because the job trains one or two more iterations until ranks have agreed where to end.
     """
-    from megatron.training import get_args, get_timers
+    from megatron.training import get_timers
 
-    settings, job = get_args(), process.job
+    settings, job = process.args, process.job
     if job.session is None or own_page() is None:
         return original(forward_step_func, data_iterator, model, *args, **kwargs)
 

@@ -12,23 +12,24 @@ from megatron.moevement.runtime.live import Live
 from moevement_core import log
 
 
-def checkpoint_and_decide_exit(inputs: Mapping[str, Any], iteration: int) -> bool:
+def checkpoint_and_decide_exit(live: Live, inputs: Mapping[str, Any], iteration: int) -> bool:
     """Call Megatron's function of this name, which saves and decides as its loop does after ``iteration``. Collective.
 
     Args:
+        live: Megatron's objects on this rank.
         inputs: arguments of Megatron's ``train``, by name.
         iteration: newest committed iteration.
 
     Returns:
         True if the job is to exit now.
     """
-    from megatron.training import get_args, get_timers, training
+    from megatron.training import get_timers, training
 
     interval = get_timers()("interval-time", log_level=0)
     interval.start(barrier=True)  # A save pauses this timer, and Megatron's loop has not started it yet.
     is_to_exit = training.checkpoint_and_decide_exit(
         inputs["model"], inputs["optimizer"], inputs["opt_param_scheduler"], iteration,
-        get_args().num_floating_point_operations_so_far, inputs["checkpointing_context"], inputs["train_data_iterator"],
+        live.args.num_floating_point_operations_so_far, inputs["checkpointing_context"], inputs["train_data_iterator"],
     )  # fmt: skip
     interval.stop()
     return bool(is_to_exit)
@@ -62,14 +63,12 @@ def export(live: Live, inputs: Mapping[str, Any]) -> NoReturn:
     Raises:
         SystemExit: with code 0.
     """
-    from megatron.training import get_args
-
-    args = get_args()
+    args = live.args
     with live.undo.nested() as undo:
         for name in ("save_interval", "non_persistent_save_interval", "exit_duration_in_mins"):
             undo.set(args, name, None)
         undo.set(args, "exit_interval", max(1, live.iteration))
-        checkpoint_and_decide_exit(inputs, live.iteration)
+        checkpoint_and_decide_exit(live, inputs, live.iteration)
     if dist.get_rank() == 0:
         log.info(f"the state of iteration {live.iteration} is a dense checkpoint in {args.save} now")
     leave()

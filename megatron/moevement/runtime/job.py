@@ -8,6 +8,7 @@ functions, because Megatron passes no such object to them.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,7 @@ class Process:
 
     def __init__(self) -> None:
         self.job = Job()
+        self._args = Namespace()
         self.resizing = Resizing()
         """State that the process keeps while an elastic job changes its ranks."""
         self.rejected_at = 0
@@ -82,8 +84,17 @@ class Process:
         self.transient_failures = 0
         """Number of non-finite results that began on this rank, and for which a second pass gave another result."""
 
+    @property
+    def args(self) -> Namespace:
+        """Arguments of the trainer; without attributes before a trainer has been entered."""
+        return self._args
+
+    def take_arguments(self, args: Namespace) -> None:
+        """Use ``args`` as the arguments of the trainer, in this job and in every later one of this process."""
+        self._args = self.job.live.args = args
+
     def start_over(self) -> Job:
         """Free the memory of this process's :class:`Job`, and make a new empty one in its place."""
         self.job.free()
-        self.job = Job()
+        self.job = Job(Live(self._args))
         return self.job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +80,12 @@ class Ledger:
             grad_norm: gradient norm of the step.
         """
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-        from megatron.training import get_args
 
         self._replayed.clear()  # an audit has executed iterations again whose lines are written
         if self._live.record is None:
             return
         wait_until_held()
-        tokens = get_current_global_batch_size() * get_args().seq_length
+        tokens = get_current_global_batch_size() * self._live.args.seq_length
         numbers = {name: number(value) for name, value in losses.items()}
         self.last_loss = numbers.get("lm loss", self.last_loss)
         self._live.record.metric(
@@ -153,7 +153,8 @@ class Ledger:
         for iteration in range(written + 1, until + 1):
             line = lines.get(iteration, {})
             losses = line.pop("losses", {})
-            _write_scalars(iteration, losses, line, outcome.get("zeros") if iteration == until else None)
+            zeros = outcome.get("zeros") if iteration == until else None
+            _write_scalars(self._live.args, iteration, losses, line, zeros=zeros)
             self.last_loss = losses.get("lm loss", self.last_loss)
             loss = losses.pop("lm loss", None)
             grad_norm, unknown = number(line.pop("grad_norm", None)), dict.fromkeys(("tokens_per_s", "iteration_s"))
@@ -176,12 +177,13 @@ class Ledger:
         }
 
 
-def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None) -> None:
+def _write_scalars(
+    args: Namespace, iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None
+) -> None:
     """Write an iteration's metrics to TensorBoard, under the names that Megatron's trainer uses."""
-    from megatron.training import get_args
     from megatron.training.global_vars import get_tensorboard_writer
 
-    writer, args = get_tensorboard_writer(), get_args()
+    writer = get_tensorboard_writer()
     if writer is None or iteration % args.tensorboard_log_interval:
         return
     scalars = {**losses, "grad-norm": line.get("grad_norm"), "learning-rate": line.get("learning_rate")}

@@ -6,6 +6,7 @@ replaced functions of :mod:`megatron.moevement.activate` keep them here.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class TrainLoop:
 class Live:
     """Live objects of this rank."""
 
+    args: Namespace = field(default_factory=Namespace)
+    """Arguments of the trainer, under the names of Megatron's flags; the trainer hands them over when it is entered."""
     model: list[Any] | None = None
     """Virtual stages of this rank in their data-parallel wrappers."""
     optimizer: Any = None

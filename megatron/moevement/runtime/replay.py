@@ -134,9 +134,8 @@ class MegatronTrainer(Trainer):
     @override
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
-        from megatron.training import get_args
 
-        args = get_args()
+        args = self._live.args
         args.curr_iteration = iteration - 1
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         samples = get_current_global_batch_size()
@@ -235,9 +234,8 @@ class MegatronTrainer(Trainer):
         """
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
-        from megatron.training import get_args
 
-        args, reruns, before = get_args(), get_rerun_state_machine(), progress(self._live)
+        args, reruns, before = self._live.args, get_rerun_state_machine(), progress(self._live)
         iteration = getattr(args, "curr_iteration", None)
         rerun_iteration = reruns.current_iteration
 
@@ -286,11 +284,10 @@ class MegatronTrainer(Trainer):
         if self._feeding is None:
             return
         from megatron.core.utils import get_attr_wrapped_model
-        from megatron.training import get_args
 
         single = self._group_of_this_rank()
         undo.set(get_attr_wrapped_model(self._chunks[0], "pg_collection"), "mp", single)
-        for config in (get_args(), self._loop.config):
+        for config in (self._live.args, self._loop.config):
             undo.set(config, "barrier_with_L1_time", False)
         for member in members(self._live.optimizer):
             undo.set(member, "grad_stats_parallel_group", single)

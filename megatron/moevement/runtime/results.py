@@ -114,11 +114,10 @@ def _place(job: Job, machine: Any) -> int:
     values are finite.
     """
     from megatron.core import parallel_state
-    from megatron.training import get_args
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    loss = stages * (get_args().virtual_pipeline_model_parallel_size or 1)
+    loss = stages * (job.live.args.virtual_pipeline_model_parallel_size or 1)
     rejected = machine.failed_validation_call
     if (chunk := _first_chunk(job, Direction.FORWARD, stage, stages)) is not None:
         return chunk * stages + stage
@@ -137,12 +136,11 @@ def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.utils import get_model_config
-    from megatron.training import get_args
 
     log = job.live.boundary_log
     if log is None or (order := log.first_not_finite(direction)) is None:
         return None
-    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    chunks = job.live.args.virtual_pipeline_model_parallel_size or 1
     group = get_model_config((job.live.model or [])[0]).microbatch_group_size_per_vp_stage or stages
     passes = [chunk for _, chunk in get_schedule_table(get_num_microbatches(), chunks, group)]
     is_last = depth == stages - 1  # The last stage sends nothing of its last chunk.
@@ -152,9 +150,8 @@ def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int
 def _what(job: Job, machine: Any) -> str:
     """Return a description of the values that were first not finite on this rank."""
     from megatron.core import parallel_state
-    from megatron.training import get_args
 
-    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    chunks = job.live.args.virtual_pipeline_model_parallel_size or 1
     loss = parallel_state.get_pipeline_model_parallel_world_size() * chunks
     if job.place_of_failure < loss:
         return "found values that are not finite in its output to the next stage"

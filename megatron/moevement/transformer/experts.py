@@ -8,6 +8,7 @@ ensure equal bits (``moevement_kernels.op``).
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,23 +29,30 @@ from moevement_core import log
 from moevement_core.errors import ConfigError
 
 
-def experts_with_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run experts on the kernels that ``--moevement-frozen-kernels`` names, in ``grouped_mlp_modules``."""
+def experts_with_kernels(
+    arguments: Callable[[], Namespace], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run experts on the kernels that ``--moevement-frozen-kernels`` names, in ``grouped_mlp_modules``.
+
+    Args:
+        arguments: function that returns the trainer's arguments.
+        original: Megatron's function.
+        args: arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     built = original(*args, **kwargs)
-    return partial(_build, built) if isinstance(built, partial) else built
+    return partial(_build, arguments, built) if isinstance(built, partial) else built
 
 
-def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
+def _build(arguments: Callable[[], Namespace], built: Any, *args: Any, **kwargs: Any) -> Any:
     """Build the experts of a layer. The choice of kernels needs the configuration, which Megatron passes only here."""
-    from megatron.training import global_vars
-
-    cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
-    if cls is None or arguments is None:  # Without arguments, the model is only described and never runs.
+    cls, flags = _classes().get(built.func), arguments()
+    if cls is None or not vars(flags):  # Without arguments, the model is only described and never runs.
         return built(*args, **kwargs)
     config = kwargs["config"] if "config" in kwargs else args[1]
-    if splits_weight_gradients(arguments, config):
+    if splits_weight_gradients(flags, config):
         return _with_own_weight_gradients(built(*args, **kwargs))
-    backend = backend_of(arguments, config)
+    backend = backend_of(flags, config)
     if backend is None:
         return built(*args, **kwargs)
     if backend is Backend.CUDA and torch.cuda.is_available():

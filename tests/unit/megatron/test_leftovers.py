@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,13 +49,12 @@ def test_one_process_writes_what_megatron_logs(monkeypatch: pytest.MonkeyPatch, 
     """Check that only the last rank has writers, although an elastic job changes which process that is."""
     from megatron.training import global_vars
 
-    args = SimpleNamespace(rank=0, world_size=2, tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    args = Namespace(rank=0, world_size=2, tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", object())
     monkeypatch.setattr(global_vars, "_set_wandb_writer", lambda args: None)
-    megatron_state.take_rank(1, 2)
+    megatron_state.take_rank(args, 1, 2)
     assert global_vars.get_tensorboard_writer() is not None
-    megatron_state.take_rank(0, 2)
+    megatron_state.take_rank(args, 0, 2)
     assert global_vars.get_tensorboard_writer() is None
     assert global_vars._GLOBAL_WANDB_WRITER is None
