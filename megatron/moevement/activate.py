@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -49,7 +49,12 @@ def activate() -> None:
     """
     platform.install()
     check_names()
-    for point in points():
+    install(points())
+
+
+def install(listed: Sequence[Point]) -> None:
+    """Replace the functions of ``listed``, except those that are replaced already."""
+    for point in listed:
         owners = [_resolve(path) for path in point.modules]
         original = getattr(owners[0], point.name)
         if getattr(original, "_moevement_original", None) is not None:

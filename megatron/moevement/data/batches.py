@@ -7,6 +7,7 @@ at this number returns the same batches again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,11 +20,12 @@ def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator
     Each virtual stage has one iterator; it is None if this rank reads no data. The function does not communicate, and
     leaves the random generators of training unchanged. The job must use ``--dataloader-type single`` or ``cyclic``.
     """
-    from megatron.training import training
-
     # Megatron's cyclic loaders start over at the end of the data, in another order.
-    endless = training.cyclic_iter if live.args.dataloader_type == "cyclic" else iter
-    loaders = [
-        training.build_pretraining_data_loader(train_set, consumed_train_samples) for train_set, *_ in live.datasets
-    ]
-    return [None if loader is None else endless(loader) for loader in loaders]
+    opened = _endless if live.args.dataloader_type == "cyclic" else iter
+    loaders = live.host.loaders(live.args, [train_set for train_set, *_ in live.datasets], consumed_train_samples)
+    return [None if loader is None else opened(loader) for loader in loaders]
+
+
+def _endless(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
+    while True:
+        yield from loader

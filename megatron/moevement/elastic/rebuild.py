@@ -9,7 +9,6 @@ from megatron.moevement.arguments import RunConfig
 from megatron.moevement.elastic.setup import place_experts, record_placement
 from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
-from megatron.moevement.restart.solo_build import sharing_parameter_keys
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.job import Process
 from moevement_core.saving.identity import JobNames
@@ -46,7 +45,7 @@ class MegatronRebuilder(Rebuilder):
         args, job, run_dir = self._process.args, self._process.job, self._run.run_dir
         live, binding = job.live, job.binding
         with live.undo.nested() as inner:
-            sharing_parameter_keys(inner, binding.parameter_keys, ())
+            live.host.share_keys(inner, binding.parameter_keys, ())
             job.names, binding.job_name = names, names.name
             self._lock = lock_run_directory(run_dir, names.name) if run_dir is not None else None
             for name in ("load", "pretrained_checkpoint"):

@@ -24,12 +24,13 @@ from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
 from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
-from megatron.moevement.restart.solo_build import building_without_others, sharing_parameter_keys
+from megatron.moevement.restart.origin import Origin
+from megatron.moevement.restart.solo_build import building_without_others
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.exits import checkpoint_and_decide_exit, export, leave
+from megatron.moevement.runtime.host import TrainLoop
 from megatron.moevement.runtime.job import Job, Process
-from megatron.moevement.runtime.live import TrainLoop
 from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
 from moevement_core.comms.exchange import from_rank_zero
@@ -48,6 +49,7 @@ from moevement_core.session.resize import ResizedSession, resize
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.trainer.config import SessionConfig
+from moevement_core.util.lock import FolderLock
 
 
 def enter_setup(
@@ -67,15 +69,15 @@ def enter_setup(
     now, run = generation(), RunConfig.from_args(process.args)
     groups = Groups.now() if now is not None else None
     if now is not None:
-        make_communicators(_pipelines())
+        make_communicators(pipelines())
     is_start = now is None or now.roster.generation == 0
-    if is_start or not _take_up(process, run, setup, groups=groups, first=first):
+    if is_start or not take_up_job(process, run, setup, groups=groups, first=first):
         _begin(process, run, setup, groups=groups, first=first)
     live = process.job.live
     return live.model, live.optimizer, live.scheduler
 
 
-def _pipelines() -> list[Any]:
+def pipelines() -> list[Any]:
     """Return the pipeline-parallel process groups of this rank."""
     from megatron.core import parallel_state
 
@@ -93,40 +95,68 @@ def _begin(process: Process, run: RunConfig, setup: Setup, groups: Groups | None
     job = process.job
     args, live, binding = process.args, job.live, job.binding
     with live.undo.nested() as inner:
-        sharing_parameter_keys(inner, binding.parameter_keys, ())
-        names = job.names = agree_on_names()
-        binding.job_name = names.name
-        lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
-        config = run.session
-        if config is not None and not names.is_restart:
-            check_stores(config.disk)
-        begin_placement(args, is_restart=names.is_restart)
-        with origin.loading(names, args) as began:
+        live.host.share_keys(inner, binding.parameter_keys, ())
+        lock = name_job(job, run)
+        begin_placement(args, is_restart=job.names.is_restart)
+        with origin.loading(job.names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
-        weights.recompute_weights(live.model, live.optimizer)
-        if slots() is not None:
-            equalize_replicas(binding.recut())
-        live.iteration = args.iteration
-        loaded = None
-        if config is not None:
-            loaded = load_window(
-                binding, config, names, is_resumed=began.is_resumed, asked_step=args.ckpt_step if args.load else None
-            )
-        if args.moevement_export and loaded is None:
-            raise ConfigError(
-                f"{EXPORT}: no window in {args.moevement_load}, or the checkpoint of --load is newer; give a folder "
-                "with windows, and leave --load out"
-            )
-        recorder.begin(live, args, run.run_dir, lock)
-        record_placement(live.record, live.iteration)
-        if names.is_restart:
-            _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
-        if config is not None:
-            connect(job)
-            job.session = build_session(binding, config, names, loaded.prepared if loaded is not None else None)
+        begin_session(job, run, began, lock)
     has_built(job, groups)
-    if config is not None and config.elastic.is_elastic:
-        process.resizing.formed(binding, names.number)
+    if run.session is not None and run.session.elastic.is_elastic:
+        process.resizing.formed(binding, job.names.number)
+
+
+def name_job(job: Job, run: RunConfig) -> FolderLock | None:
+    """Agree with the other ranks on the name of the job, and lock the run directory on the last rank. Collective.
+
+    At the first start, every rank also tries the stores of windows, before it builds anything.
+
+    Raises:
+        ConfigError: another job has the run directory, or a store cannot be used.
+    """
+    names = job.names = agree_on_names()
+    job.binding.job_name = names.name
+    lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
+    if run.session is not None and not names.is_restart:
+        check_stores(run.session.disk)
+    return lock
+
+
+def begin_session(job: Job, run: RunConfig, began: Origin, lock: FolderLock | None) -> None:
+    """Begin the record and the session of a job whose model, optimizer and scheduler exist. Collective.
+
+    Args:
+        job: job with the built objects.
+        run: configuration of the run.
+        began: origin of the state that the trainer has loaded.
+        lock: lock of the run directory on the last rank; None on all others.
+
+    Raises:
+        ConfigError: the job is to export a window, and there is none.
+    """
+    args, live, binding, names = job.live.args, job.live, job.binding, job.names
+    weights.recompute_weights(live.model or [], live.optimizer)
+    if slots() is not None:
+        equalize_replicas(binding.recut())
+    live.iteration = args.iteration
+    config = run.session
+    loaded = None
+    if config is not None:
+        loaded = load_window(
+            binding, config, names, is_resumed=began.is_resumed, asked_step=args.ckpt_step if args.load else None
+        )
+    if args.moevement_export and loaded is None:
+        raise ConfigError(
+            f"{EXPORT}: no window in {args.moevement_load}, or the checkpoint of --load is newer; give a folder "
+            "with windows, and leave --load out"
+        )
+    recorder.begin(live, args, run.run_dir, lock)
+    record_placement(live.record, live.iteration)
+    if names.is_restart:
+        _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
+    if config is not None:
+        connect(job)
+        job.session = build_session(binding, config, names, loaded.prepared if loaded is not None else None)
 
 
 def _report_restart(job: Job, source: str) -> None:
@@ -136,7 +166,7 @@ def _report_restart(job: Job, source: str) -> None:
     job.event(Restarted(job.live.iteration, text))
 
 
-def _take_up(process: Process, run: RunConfig, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
+def take_up_job(process: Process, run: RunConfig, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
     """Meet the other ranks after a failure and find a restore point. Collective.
 
     Returns:
@@ -208,7 +238,7 @@ def _build(job: Job, setup: Setup, parameter_keys: list[Any], first: FirstProgre
     with live.undo.nested() as inner:
         for name in ("load", "pretrained_checkpoint"):
             inner.set(args, name, None)
-        sharing_parameter_keys(inner, binding.parameter_keys, parameter_keys)
+        live.host.share_keys(inner, binding.parameter_keys, parameter_keys)
         asked = building_without_others(inner)
         live.model, live.optimizer, live.scheduler = setup()
     weights.recompute_own_weights(live.optimizer)
@@ -228,16 +258,8 @@ def enter_loop(process: Process, original: Callable[..., Any], *args: Any, **kwa
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     job = process.job
-    names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
-    job.live.loop = TrainLoop(*(bound.arguments[name] for name in names))
-    if job.rejoined is not None:
-        job.binding.on_back = functools.partial(_back, job, bound)
-        job.rejoined.resume()
-        job.rejoined = None
-        job.binding.forget_loop()
-    elif job.session is not None:
-        job.session.begin_training()
-    job.has_begun = True
+    job.live.loop = TrainLoop(*(bound.arguments[name] for name in TrainLoop._fields))
+    begin_or_resume(job, lambda iteration: _do_what_is_due(job, iteration, bound))
     if process.args.moevement_export:
         export(job.live, bound.arguments)
     if (now := generation()) is not None:
@@ -246,13 +268,32 @@ def enter_loop(process: Process, original: Callable[..., Any], *args: Any, **kwa
     return original(*args, **kwargs)
 
 
-def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
+def begin_or_resume(job: Job, do_what_is_due: Callable[[int], None]) -> None:
+    """Begin training, or replay lost state after a failure, right before the first iteration of the trainer's loop.
+
+    Args:
+        job: job whose training loop is about to run.
+        do_what_is_due: function that does what is due after an iteration, because a failure may have prevented it.
+    """
+    if job.rejoined is not None:
+        job.binding.on_back = functools.partial(_back, job, do_what_is_due)
+        job.rejoined.resume()
+        job.rejoined = None
+        job.binding.forget_loop()
+    elif job.session is not None:
+        job.session.begin_training()
+    job.has_begun = True
+
+
+def _back(
+    job: Job, do_what_is_due: Callable[[int], None], until: int, outcome: Mapping[str, Any], is_between: bool
+) -> None:
     """Finish a recovery to iteration ``until``: write missing metrics, and do what was due after this iteration."""
     if job.loads is not None:
         job.loads.forget_replayed()
     job.ledger.complete(until, outcome)
     if is_between:
-        _do_what_is_due(job, until, train)
+        do_what_is_due(until)
 
 
 def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, override
 
 from megatron.moevement.elastic.grid import blocks_of, grid_of
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state, saves
+from megatron.moevement.runtime.host import MegatronLM
 from megatron.moevement.runtime.job import Process
 from moevement_core.device import visible_devices
 from moevement_core.rendezvous.resizing import Grid
@@ -24,18 +26,19 @@ def restart_in_process(
     """
     from megatron.training import get_args
 
-    process.take_arguments(get_args())
+    process.take_trainer(get_args(), MegatronLM())
     if not is_restarted_in_process():
         return original(*args, store=store, **kwargs)
-    return run_through_failures(_Pretrain(process, original, args, kwargs))
+    return run_through_failures(_MegatronLMTraining(process, original, args, kwargs))
 
 
-class _Pretrain(Training):
+class RestartedTraining(Training):
+    """Training on Megatron's core by any trainer that builds and keeps its objects in a :class:`Process`."""
+
     def __init__(
         self, process: Process, pretrain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._process, self._pretrain, self._args, self._kwargs = process, pretrain, args, kwargs
-        self._program_start = megatron_state.program_start()
 
     @property
     @override
@@ -52,10 +55,6 @@ class _Pretrain(Training):
     def enter(self, store: Any) -> Any:
         return self._pretrain(*self._args, store=store, **self._kwargs)
 
-    @override
-    def take_rank(self, rank: int, world: int, device: int | None) -> None:
-        megatron_state.take_rank(self._process.args, rank, world, device)
-
     @property
     @override
     def grid(self) -> Grid | None:
@@ -71,9 +70,8 @@ class _Pretrain(Training):
         job = self._process.job
         if job.session is not None:
             job.session.disconnect()
-        megatron_state.forget_generation(self._process.args)
-        megatron_state.set_program_start(self._program_start)
-        saves.forget_saves(self._process.args, was_interrupted=job.live.is_saving)
+        megatron_state.forget_core()
+        self.forget_generation(was_saving=job.live.is_saving)
         job.live.is_saving = False
         job.live.datasets_asked = 0
         job.binding.forget_loop()
@@ -84,6 +82,14 @@ class _Pretrain(Training):
         leftovers.clear(job.live, job.config_before)
         if not job.has_begun:  # This rank has no state to keep.
             self._process.start_over()
+
+    @abstractmethod
+    def forget_generation(self, *, was_saving: bool) -> None:
+        """Remove the trainer's own objects of an interrupted generation.
+
+        Args:
+            was_saving: True if the interruption hit a dense save.
+        """
 
     @override
     def ended(self) -> None:
@@ -103,3 +109,21 @@ class _Pretrain(Training):
     @override
     def resumed_in(self) -> int:
         return self._process.job.resumed_in
+
+
+class _MegatronLMTraining(RestartedTraining):
+    def __init__(
+        self, process: Process, pretrain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__(process, pretrain, args, kwargs)
+        self._program_start = megatron_state.program_start()
+
+    @override
+    def take_rank(self, rank: int, world: int, device: int | None) -> None:
+        megatron_state.take_rank(self._process.args, rank, world, device)
+
+    @override
+    def forget_generation(self, *, was_saving: bool) -> None:
+        megatron_state.forget_timers(self._process.args)
+        megatron_state.set_program_start(self._program_start)
+        saves.forget_saves(self._process.args, was_interrupted=was_saving)

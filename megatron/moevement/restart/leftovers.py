@@ -8,7 +8,7 @@ does nothing if nothing is left.
 
 Other places handle:
 
-- what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state machine,
+- what is rebuilt for every generation (``megatron_state.forget_core``): process groups, the rerun state machine,
   timers, data iterators, the memory buffers of collectives;
 - what is restored from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
   scalers, the learning-rate schedule, consumed samples;
@@ -217,15 +217,15 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
     interruption may leave the old ones running.
     """
     from megatron.core.utils import get_model_config
-    from megatron.training import get_timers
 
+    timers = live.host.timers()
     config = get_model_config((live.model or [])[0])
     for name, value in before.items():
         setattr(config, name, value)
-    config.timers = get_timers()
+    config.timers = timers
     for optimizer in (live.optimizer, *members(live.optimizer)):
         if (config_ := getattr(optimizer, "config", None)) is not None:
-            config_.timers = get_timers()
+            config_.timers = timers
 
 
 def _reset_indices(live: Live) -> None:

@@ -52,16 +52,21 @@ def _take_world(args: Namespace, world: int) -> None:
     )  # fmt: skip
 
 
-def forget_generation(args: Namespace) -> None:
-    """Remove Megatron's global objects from an interrupted ``pretrain``, so that the process can enter it again."""
+def forget_core() -> None:
+    """Remove the global objects of Megatron's core from an interrupted generation."""
     from megatron.core import parallel_state, rerun_state_machine
-    from megatron.training import global_vars
 
     end_data_workers()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     rerun_state_machine.destroy_rerun_state_machine()
     _forget_dispatch_buffers()
+
+
+def forget_timers(args: Namespace) -> None:
+    """Replace the timers of Megatron-LM's trainer, because an interruption may leave the old ones running."""
+    from megatron.training import global_vars
+
     global_vars._GLOBAL_TIMERS = None
     global_vars._set_timers(args)
 

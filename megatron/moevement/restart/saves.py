@@ -34,9 +34,14 @@ def forget_saves(args: Namespace, *, was_interrupted: bool) -> None:
     if args.async_save:
         was_interrupted = _end_writers(args) or was_interrupted
     if was_interrupted:
-        for name in WRITERS:
-            if (module := sys.modules.get(name)) is not None:
-                _forget_results(module)
+        forget_results()
+
+
+def forget_results() -> None:
+    """Drop the lists in the writers' queues, and end the processes that serve these queues."""
+    for name in WRITERS:
+        if (module := sys.modules.get(name)) is not None:
+            _forget_results(module)
 
 
 def _end_writers(args: Namespace) -> bool:

@@ -63,19 +63,36 @@ def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
 
 
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
-    """Record the parameter keys that Megatron's optimizer gathers from all ranks, or use ``kept`` keys instead.
+    """Record the parameter keys that Megatron's optimizer gathers, while Megatron-LM's trainer builds it.
 
-    The gathered keys are equal on all ranks. A replacement cannot gather them, because survivors do not gather. Gathers
-    outside of the optimizer's construction, for example in loading a dense checkpoint, are not affected.
-
-    Args:
-        undo: stack that ends the replacement of Megatron's functions.
-        record: list to which the result of each gather is appended.
-        kept: recorded results that are used in place of a gather; empty on a rank that gathers.
+    Gathers outside of the optimizer's construction, for example in loading a dense checkpoint, are not affected. The
+    arguments are those of :func:`sharing_gathers`.
     """
     from megatron.training import training
 
-    original, build, answers = dist.all_gather_object, training.get_megatron_optimizer, iter(kept)
+    build = training.get_megatron_optimizer
+
+    @functools.wraps(build)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        with undo.nested() as inner:
+            sharing_gathers(inner, record, kept)
+            return build(*args, **kwargs)
+
+    replace_for_a_while(undo, training, "get_megatron_optimizer", get_megatron_optimizer)
+
+
+def sharing_gathers(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
+    """Record the results of all gathers of objects from now on, or use ``kept`` results instead.
+
+    An optimizer gathers the keys of its parameters, which are equal on all ranks. A replacement cannot gather them,
+    because survivors do not gather.
+
+    Args:
+        undo: stack that ends the replacement of torch's function.
+        record: list to which the result of each gather is appended.
+        kept: recorded results that are used in place of a gather; empty on a rank that gathers.
+    """
+    original, answers = dist.all_gather_object, iter(kept)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if kept:
@@ -84,10 +101,4 @@ def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[An
             original(object_list, obj, group)
         record.append(list(object_list))
 
-    @functools.wraps(build)
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        with undo.nested() as inner:
-            replace_for_a_while(inner, dist, "all_gather_object", all_gather_object)
-            return build(*args, **kwargs)
-
-    replace_for_a_while(undo, training, "get_megatron_optimizer", get_megatron_optimizer)
+    replace_for_a_while(undo, dist, "all_gather_object", all_gather_object)

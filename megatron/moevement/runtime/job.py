@@ -15,6 +15,7 @@ from typing import Any
 from megatron.moevement.binding import MegatronBinding
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.restart import leftovers
+from megatron.moevement.runtime.host import HostTrainer, MegatronLM
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from moevement_core.run.events import Event
@@ -77,6 +78,7 @@ class Process:
     def __init__(self) -> None:
         self.job = Job()
         self._args = Namespace()
+        self._host: HostTrainer = MegatronLM()
         self.resizing = Resizing()
         """State that the process keeps while an elastic job changes its ranks."""
         self.rejected_at = 0
@@ -89,12 +91,16 @@ class Process:
         """Arguments of the trainer; without attributes before a trainer has been entered."""
         return self._args
 
-    def take_arguments(self, args: Namespace) -> None:
-        """Use ``args`` as the arguments of the trainer, in this job and in every later one of this process."""
+    def take_trainer(self, args: Namespace, host: HostTrainer) -> None:
+        """Use ``host`` as the trainer and ``args`` as its arguments, in this job and in every later one.
+
+        A trainer calls this when it is entered for the first time.
+        """
         self._args = self.job.live.args = args
+        self._host = self.job.live.host = host
 
     def start_over(self) -> Job:
         """Free the memory of this process's :class:`Job`, and make a new empty one in its place."""
         self.job.free()
-        self.job = Job(Live(self._args))
+        self.job = Job(Live(self._args, self._host))
         return self.job

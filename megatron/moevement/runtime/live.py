@@ -11,20 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.moevement.runtime.host import HostTrainer, MegatronLM, TrainLoop
 from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.recovery.feed import Feeds
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.undo import UndoStack
-
-
-@dataclass(frozen=True, slots=True)
-class TrainLoop:
-    """Arguments of Megatron's ``train`` with which a replay calls ``train_step``."""
-
-    forward_step_func: Any
-    config: Any
-    p2p_communicator: Any
-    pg_collection: Any
 
 
 @dataclass
@@ -33,6 +24,8 @@ class Live:
 
     args: Namespace = field(default_factory=Namespace)
     """Arguments of the trainer, under the names of Megatron's flags; the trainer hands them over when it is entered."""
+    host: HostTrainer = field(default_factory=MegatronLM)
+    """Trainer that runs the training loop."""
     model: list[Any] | None = None
     """Virtual stages of this rank in their data-parallel wrappers."""
     optimizer: Any = None

@@ -38,9 +38,9 @@ def record_pretrain(process: Process, original: Callable[..., Any], *args: Any, 
         result = original(*args, **kwargs)
     except SystemExit as exit_:
         if exit_.code in (0, None):
-            _write_summary(process.job, started_s)
+            write_summary(process.job, started_s)
         raise
-    _write_summary(process.job, started_s)
+    write_summary(process.job, started_s)
     return result
 
 
@@ -70,16 +70,10 @@ def record_iteration(
 
     Megatron calls ``training_log`` once for each committed iteration.
     """
-    job = process.job
-    job.live.iteration = iteration
-    checkpointing = job.session.metrics() if job.session is not None else {}
-    if job.loads is not None and job.live.record is not None:  # Waits for the device, as the loss does.
-        checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
-    job.ledger.write(
-        iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
+    write_line(
+        process.job, iteration, loss_dict, learning_rate=learning_rate, loss_scale=loss_scale,
         skipped=bool(skipped_iter), grad_norm=grad_norm,
     )  # fmt: skip
-    _write_scalars(job.live.record, checkpointing, iteration)
     if kwargs.get("is_first_iteration") and iteration > 1:
         # A recovery enters Megatron's loop again. After the first line of a loop, Megatron does not reset its
         # sums, so the next line would be a mean of two iterations.
@@ -88,6 +82,38 @@ def record_iteration(
         loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
         grad_norm, *args, **kwargs,
     )  # fmt: skip
+
+
+def write_line(
+    job: Job,
+    iteration: int,
+    losses: dict[str, torch.Tensor],
+    *,
+    learning_rate: float | None,
+    loss_scale: float,
+    skipped: bool,
+    grad_norm: float | None,
+) -> None:
+    """Write the metrics line of a committed iteration; ranks without a record only note the iteration.
+
+    Args:
+        job: job of this rank.
+        iteration: iteration that was committed.
+        losses: losses by name.
+        learning_rate: learning rate of the step.
+        loss_scale: loss scale of the step.
+        skipped: True if the step was skipped.
+        grad_norm: gradient norm of the step.
+    """
+    job.live.iteration = iteration
+    checkpointing = job.session.metrics() if job.session is not None else {}
+    if job.loads is not None and job.live.record is not None:  # Waits for the device, as the loss does.
+        checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
+    job.ledger.write(
+        iteration, losses, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale, skipped=skipped,
+        grad_norm=grad_norm,
+    )  # fmt: skip
+    _write_scalars(job.live.record, checkpointing, iteration)
 
 
 def record_evaluation(process: Process, original: Callable[..., Any], prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +151,7 @@ def begin(live: Live, args: Namespace, run_dir: Path | None, lock: FolderLock | 
     live.run_dir = run_dir
     _spare_training_its_writer()
     if run_dir is not None:
-        live.record = begin_record(run_dir, lock, plain_config(vars(args)), live.iteration)
+        live.record = begin_record(run_dir, lock, plain_config(live.host.config(args)), live.iteration)
 
 
 def _spare_training_its_writer() -> None:
@@ -166,7 +192,13 @@ def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iter
         writer.add_scalar(tag, value, iteration)
 
 
-def _write_summary(job: Job, started_s: float) -> None:
+def write_summary(job: Job, started_s: float) -> None:
+    """Write the summary of a job that has ended, in which model and process groups still exist. Collective.
+
+    Args:
+        job: job of this rank.
+        started_s: time at which the trainer was entered, from ``time.monotonic()``.
+    """
     if job.live.model is None:
         return
     checkpointing = job.session.finish() if job.session is not None else None

@@ -173,19 +173,14 @@ class MegatronTrainer(Trainer):
             self._live.feeds.begin(iteration)
 
     def _train_step(self, iteration: int, batches: Any) -> Mapping[str, Any]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.training import training
-
-        loop = self._loop
-        schedule = get_forward_backward_func(schedule_pg_collection=loop.pg_collection)
-        losses, skipped, *_, grad_norm, _, _ = megatrons_own(training.train_step)(
-            loop.forward_step_func, batches, self._chunks, self._live.optimizer, self._live.scheduler, loop.config,
-            schedule, iteration=iteration - 1, pg_collection=loop.pg_collection,
-            p2p_communicator=loop.p2p_communicator,
+        live = self._live
+        losses, skipped, grad_norm = live.host.step(
+            self._loop, batches, chunks=self._chunks, optimizer=live.optimizer, scheduler=live.scheduler,
+            iteration=iteration - 1,
         )  # fmt: skip
         self._ledger.replayed(iteration, losses, skipped, grad_norm)
         self._record = {
-            "step": self._commit.again, "skipped": bool(skipped),
+            "step": self._commit.again, "skipped": skipped,
             "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
         }  # fmt: skip
         return dict(losses)
@@ -338,11 +333,9 @@ class MegatronTrainer(Trainer):
 
         The functions for overlapped communication stay unset.
         """
-        from megatron.training import training
-
         config, optimizer = self._loop.config, self._live.optimizer
         # The trainer's own function also reduces experts in slots over their replicas.
-        finalize = config.finalize_model_grads_func or training.finalize_model_grads
+        finalize = config.finalize_model_grads_func or self._live.host.finalize_model_grads
 
         def finalize_as_ever(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
             # Megatron packs the gradients of all trainable parameters into one tensor and reduces it. A sum over more
@@ -366,8 +359,3 @@ class MegatronTrainer(Trainer):
             "param_sync_func": None,
         }.items():
             undo.set(config, name, value)
-
-
-def megatrons_own(function: Any) -> Any:
-    """Return Megatron's original if ``function`` is a replacement by this project; otherwise ``function`` itself."""
-    return getattr(function, "_moevement_original", function)
