@@ -71,10 +71,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trainer",
-        choices=("megatron", "torch"),
+        choices=("megatron", "bridge", "torch"),
         default="megatron",
-        help="megatron: SCRIPT trains with Megatron; torch: SCRIPT has its own trainer in torch and a binding for it, "
-        "as in examples/plain_torch/train.py (default: megatron)",
+        help="megatron: SCRIPT trains with Megatron-LM's trainer; bridge: SCRIPT trains with Megatron-Bridge; torch: "
+        "SCRIPT has its own trainer in torch and a binding for it, as in examples/plain_torch/train.py (default: "
+        "megatron)",
     )
     parser.add_argument(
         "--megatron",
@@ -99,13 +100,14 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import checkout
     from megatron.moevement import slurm as megatrons
+    from megatron.moevement.bridge.worker import BRIDGE
     from megatron.moevement.worker import MEGATRON
     from moevement_core.launching import launch, slurm
     from moevement_core.launching.worker import TORCH, end_groups
     from moevement_core.util.environment import STORE_ENV
     from moevement_core.util.lock import acquire
 
-    trainer = TORCH if arguments.trainer == "torch" else MEGATRON
+    trainer = {"torch": TORCH, "bridge": BRIDGE, "megatron": MEGATRON}[arguments.trainer]
     if arguments.megatron is not None:
         checkout.use(arguments.megatron)
     if trainer is MEGATRON and (which := checkout.passed_over(arguments.script)) is not None:
