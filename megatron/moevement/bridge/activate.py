@@ -111,6 +111,10 @@ def _loop_points() -> Iterator[Point]:
     )  # fmt: skip
     yield Point((_TRAIN,), "training_log", "writes a metrics line for each iteration", (_here(entry.record_iteration),))
     yield Point(
+        (_TRAIN,), "save_checkpoint_and_time", "an interrupted save leaves lists in the writers' queues",
+        (_here(entry.note_save),),
+    )  # fmt: skip
+    yield Point(
         (_TRAIN, _PRETRAIN), "evaluate_and_print_results", "restores the random states afterwards",
         (evaluation.leave_generators,),
     )  # fmt: skip

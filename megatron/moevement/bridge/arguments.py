@@ -19,7 +19,19 @@ from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.strategies.config import RecoveryKind
 
-_SECTIONS = ("model", "train", "optimizer", "ddp", "checkpoint", "dataset", "validation", "logger", "rng", "scheduler")
+_SECTIONS = (
+    "model",
+    "train",
+    "optimizer",
+    "ddp",
+    "checkpoint",
+    "dataset",
+    "validation",
+    "logger",
+    "rng",
+    "scheduler",
+    "dist",
+)
 """Sections of Bridge's configuration, in the order in which a name without an entry in :data:`_PLACES` is looked up."""
 _PLACES = {
     "iteration": "train_state.step",
@@ -55,7 +67,8 @@ _COMPUTED: dict[str, Callable[[Any], Any]] = {
     "fp16": lambda state: bool(state.cfg.model.fp16),
     "bf16": lambda state: bool(state.cfg.model.bf16),
     "swiglu": lambda state: bool(state.cfg.model.gated_linear_unit),
-    "log_num_zeros_in_grad": lambda state: state.cfg.optimizer.log_num_zeros_in_grad,
+    "perform_rl_step": lambda state: False,
+    "fp4_param_gather": lambda state: bool(getattr(state.cfg.ddp, "fp4_param_gather", False)),
 }
 """Functions that compute a value from Bridge's ``GlobalState``, by name of Megatron's flag."""
 

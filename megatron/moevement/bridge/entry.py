@@ -25,7 +25,9 @@ from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.host import TrainLoop
 from megatron.moevement.runtime.job import Process
 from megatron.moevement.runtime.results import validate_first_iteration
+from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.util.lock import FolderLock
 from moevement_core.util.undo import UndoStack
@@ -161,6 +163,17 @@ def record_iteration(process: Process, original: Callable[..., Any], *args: Any,
         grad_norm=inputs["grad_norm"],
     )
     return original(*args, **kwargs)
+
+
+def note_save(process: Process, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Note that a dense save runs, in ``save_checkpoint_and_time``; an interruption leaves the note."""
+    live = process.job.live
+    injection.at(Phase.SAVE, process.args.iteration)
+    live.is_saving = True
+    with waiting_for_others():
+        result = original(*args, **kwargs)
+    live.is_saving = False
+    return result
 
 
 def record_pretrain(process: Process, start: Start, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

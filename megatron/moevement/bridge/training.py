@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, override
 
 from megatron.moevement.bridge.arguments import BridgeArguments
 from megatron.moevement.bridge.host import MegatronBridge
+from megatron.moevement.bridge.preflight import check
 from megatron.moevement.restart.in_process import RestartedTraining
 from megatron.moevement.restart.saves import forget_results
 from megatron.moevement.runtime.job import Process
@@ -37,8 +38,13 @@ def restart_in_process(
         state: Bridge's ``GlobalState``.
         args: further arguments of the call.
         kwargs: keyword arguments of the call.
+
+    Raises:
+        ConfigError: the job cannot run with its settings.
     """
-    process.take_trainer(BridgeArguments(flags, state), MegatronBridge(state))
+    arguments = BridgeArguments(flags, state)
+    check(arguments, state)
+    process.take_trainer(arguments, MegatronBridge(state))
     if not is_restarted_in_process():
         if kwargs.get("store") is None and (address := store_address()):
             kwargs["store"] = connect_store(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 
 from moevement_core.launching.worker import TrainerKind, code_of, end_groups, run_script
@@ -39,6 +40,12 @@ def preload() -> None:
             import_module(late)
 
 
+def _refuse(argv: Sequence[str], ranks: int) -> None:
+    from megatron.moevement.bridge.preflight import refuse_without_wheel
+
+    refuse_without_wheel(argv, ranks)
+
+
 def _uses_gpus() -> bool:
     from megatron.moevement import platform
 
@@ -51,6 +58,7 @@ BRIDGE = TrainerKind(
     preload=preload,
     uses_gpus=_uses_gpus,
     switch="--moevement-sparse-ckpt",
+    refuse=_refuse,
 )
 """Trainer for scripts that call Megatron-Bridge's ``pretrain()``."""
 
