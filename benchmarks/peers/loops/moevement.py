@@ -27,7 +27,7 @@ def make() -> ft.TorchBinding:
 def loop(session: ft.Session) -> None:
     rank = dist.get_rank()
     for iteration in ft.iterations(session, until=job.iterations()):
-        session.binding.forward_backward(iteration)
+        session.binding.run(iteration)
         session.step()
         job.committed(iteration, rank)
     job.finished(session.binding.model, rank)
