@@ -72,6 +72,7 @@ def train(
     run_dir: Path | None = None,
     flags: Mapping[str, Any] | None = None,
     sizes: Sequence[int] = (),
+    make_groups: Callable[[], object] = lambda: None,
 ) -> Any:
     """Run ``loop`` to its end through any number of failures. Each process of the job calls it once.
 
@@ -87,6 +88,10 @@ def train(
         flags: flags of the script, to be recorded in the run's ``config.yaml``.
         sizes: numbers of ranks with which the job may continue, ascending. ``--moevement-elastic`` needs them. The
             trainer should train on the same global batch with each number of ranks.
+        make_groups: function that makes the process groups or device meshes that the trainer needs beside the default
+            group. Every rank calls it in every generation, before anything else, so it may communicate. It makes the
+            same groups in the same order. Then they have the names of those from before the failure, by which device
+            meshes find their groups.
 
     Returns:
         Result of ``loop``.
@@ -98,8 +103,9 @@ def train(
     if config.elastic.is_elastic:
         _refuse_fixed_size(sizes)
     training = _Loop(
-        make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}), sizes=sizes
-    )
+        make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}), sizes=sizes,
+        make_groups=make_groups,
+    )  # fmt: skip
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
@@ -173,7 +179,9 @@ class _Loop(Training, Rebuilder):
         run_dir: Path | None,
         flags: Mapping[str, Any],
         sizes: Sequence[int],
+        make_groups: Callable[[], object] = lambda: None,
     ) -> None:
+        self._make_groups = make_groups
         self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
         self._flags, self._sizes = flags, tuple(sizes)
         self._began_s = time.monotonic()
@@ -211,6 +219,7 @@ class _Loop(Training, Rebuilder):
         now = generation()
         if now is not None:
             make_communicators()
+        self._make_groups()
         if now is None or now.roster.generation == 0 or not self._take_up():
             self._begin()
         session = self._session

@@ -7,7 +7,7 @@ an interrupted pass; both are renewed here after a failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, override
 
 import torch
@@ -47,10 +47,10 @@ def refuse_other_shards(model: nn.Module) -> None:
                 f"parameter {name} is sharded, but not by fully_shard; TorchBinding knows no other shards: write a "
                 "Binding (docs/own_trainer.md)"
             )
-        if placements != (Shard(0),) or mesh.size() != dist.get_world_size():
+        if not all(each.is_shard() for each in placements) or mesh.size() != dist.get_world_size():
             raise ConfigError(
                 f"parameter {name} has placements {placements} on a mesh of {mesh.size()} ranks; TorchBinding needs "
-                f"fully_shard over all {dist.get_world_size()} ranks, by rows: leave out mesh and shard_placement_fn"
+                f"shards over all {dist.get_world_size()} ranks, without replicas: leave out mesh"
             )
 
 
@@ -79,9 +79,9 @@ def forget_pass(model: nn.Module) -> None:
 
 
 def use_new_groups(model: nn.Module) -> None:
-    """Make FSDP use the present default group instead of the one from before the failure.
+    """Make FSDP use the present process groups instead of those from before the failure.
 
-    The mesh finds its group by a name, which the new default group has as well. FSDP keeps the group itself.
+    A mesh finds its groups by their names, which the present groups have as well. FSDP keeps the groups themselves.
     """
     for root in roots(model):
         for module in root.modules():  # type: ignore[attr-defined]
@@ -106,6 +106,21 @@ def like_shard(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         values.view_as(parameter.to_local()), parameter.device_mesh, parameter.placements, run_check=False,
         shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip
+
+
+def refuse_other_rows(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to divide the state of an elastic job whose shards are not ranges of rows, in the order of the ranks.
+
+    Raises:
+        ConfigError: a parameter is sharded in another way.
+    """
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and parameter.placements != (Shard(0),):
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} has placements {parameter.placements}; an elastic job, "
+                "and a window of a job of another size, need (Shard(dim=0),) on one dimension: leave out "
+                "--moevement-elastic"
+            )
 
 
 class ShardedRows(WholeTensors):

@@ -44,6 +44,7 @@ from moevement_core.trainer.fsdp import (
     ShardedRows,
     forget_pass,
     like_shard,
+    refuse_other_rows,
     refuse_other_shards,
     shard_of,
     use_new_groups,
@@ -139,6 +140,9 @@ class TorchBinding(
         self._logged = {id(parameter): torch.zeros_like(shard_of(parameter.detach())).view(-1) for parameter in trained}
         """Gradients of the last update by the parameter's id, for redo."""
         self._left_out = frozenset[int]()
+        self._with_buffers = [
+            each for each in model.named_modules() if any(True for _ in each[1].buffers(recurse=False))
+        ]
         self._frozen = frozenset[str]()
         """Operators that compute no gradients in the iteration of a replay."""
 
@@ -298,9 +302,14 @@ class TorchBinding(
         }  # fmt: skip
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers in the model's ``state_dict``. Others follow from the construction of the model."""
-        persistent = self.model.state_dict().keys()
-        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
+        """Yield the buffers that a ``state_dict`` has. Others follow from the construction of the model.
+
+        ``state_dict`` itself may communicate, because modules add hooks to it.
+        """
+        for prefix, module in self._with_buffers:
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}", buffer
 
     @override
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
@@ -388,6 +397,7 @@ class TorchBinding(
                 "loader in an elastic job: the state of a loader is of one rank, and cannot be divided among others; "
                 "let the batch depend on the iteration's number, and leave loader out"
             )
+        refuse_other_rows(self._sharded)
         shapes: dict[tuple[str, str], tuple[int, int]] = {}
         for name, _, parameters in self._parts:
             for number, parameter in enumerate(parameters):

@@ -94,15 +94,17 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def start(run_dir: Path, *words: str, nproc: int = 2, spares: int = 0, options: Sequence[str] = ()) -> Any:
-    script = run_dir.parent / "fsdp.py"
-    script.write_text(SCRIPT)
+def start(
+    run_dir: Path, *words: str, nproc: int = 2, spares: int = 0, options: Sequence[str] = (), script: str = SCRIPT
+) -> Any:
+    path = run_dir.parent / "fsdp.py"
+    path.write_text(script)
     options = ["--trainer", "torch", "--nproc", str(nproc), "--spares", str(spares), *options]
-    return launch(*options, str(script), "--run-dir", str(run_dir), *words)
+    return launch(*options, str(path), "--run-dir", str(run_dir), *words)
 
 
-def train(run_dir: Path, *words: str, nproc: int = 2, spares: int = 0, options: Sequence[str] = ()) -> RunRecord:
-    code, out, err = finished(start(run_dir, *words, nproc=nproc, spares=spares, options=options))
+def train(run_dir: Path, *words: str, **launched: Any) -> RunRecord:
+    code, out, err = finished(start(run_dir, *words, **launched))
     assert code == 0, out + err
     return RunRecord(run_dir)
 
@@ -156,6 +158,24 @@ def test_ranks_are_killed_at_any_moment_of_a_pass(seed: int, tmp_path: Path) -> 
     code, out, err = finished(job)
     assert code == 0, out + err
     assert sum(each["replayed"] > 0 for each in recoveries(record)) > 1
+    assert are_equal(tmp_path)
+
+
+def test_a_mesh_that_the_job_makes_anew_keeps_its_groups(tmp_path: Path) -> None:
+    """Shard over one dimension of a mesh whose groups every rank makes in every generation; a replacement has them."""
+    script = SCRIPT.replace("fully_shard(layer)", 'fully_shard(layer, mesh=mesh["rows"])').replace(
+        "fully_shard(model)", 'fully_shard(model, mesh=mesh["rows"])'
+    )
+    script = script.replace("sizes=(1, 2, 4))", "make_groups=make_groups)").replace(
+        "def make():",
+        "def make_groups():\n"
+        "    global mesh\n"
+        "    shape = 1, dist.get_world_size()\n"
+        "    mesh = torch.distributed.init_device_mesh('cpu', shape, mesh_dim_names=('one', 'rows'))\n"
+        "\n\ndef make():",
+    )
+    for name, words in (("free", ()), ("killed", ("--moevement-inject", "rank=1,iteration=12,phase=reduce"))):
+        train(tmp_path / name, *WINDOW, *words, spares=1, script=script)
     assert are_equal(tmp_path)
 
 

@@ -265,6 +265,11 @@ class Trainer(ft.Binding):
     def gather_replicas(self) -> None:
         """Do nothing, as every rank saves all of its state."""
 
+    def redo(self, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Mapping[str, Any]) -> None:
+        for name, tensors in gradients.items():
+            for _, gradient in tensors:
+                self._apply(self.places[name], int(gradient), outcome["norm"])
+
     @contextmanager
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[ft.Trainer]:
         self.is_replaying = True
@@ -294,9 +299,7 @@ class Replay(ft.Trainer):
                 trainer.compute[place] = int(tensor)
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        for name, tensors in gradients.items():
-            for _, gradient in tensors:
-                self.trainer._apply(self.trainer.places[name], int(gradient), outcome["step"]["norm"])
+        self.trainer.redo(gradients, outcome["step"])
 
     def gather_replicas(self) -> None:
         self.trainer.gather_replicas()
