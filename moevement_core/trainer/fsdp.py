@@ -63,6 +63,16 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
         yield from roots(child)
 
 
+def begin_sharding(model: nn.Module) -> None:
+    """Let FSDP finish its setup, which it would do in the first forward pass. It communicates nothing.
+
+    FSDP takes the dtype of a gradient's reduction from the parameters that are trained then. A replacement's first pass
+    is a replay, in which parameters may be frozen, so it would reduce in another dtype than the other ranks.
+    """
+    for root in roots(model):
+        root._get_fsdp_state()._lazy_init()
+
+
 def forget_pass(model: nn.Module) -> None:
     """Drop what an interrupted forward or backward pass has left in FSDP, gathered weights and gradients included."""
     for root in roots(model):

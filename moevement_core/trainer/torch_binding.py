@@ -42,6 +42,7 @@ from moevement_core.trainer.capabilities import (
 )
 from moevement_core.trainer.fsdp import (
     ShardedRows,
+    begin_sharding,
     forget_pass,
     like_shard,
     refuse_other_rows,
@@ -120,6 +121,7 @@ class TorchBinding(
     ) -> None:
         _refuse(model)
         refuse_other_shards(model)
+        begin_sharding(model)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
         self._counts = counts

@@ -140,6 +140,19 @@ def test_a_lost_shard_comes_back(nproc: int, recovery: str, tmp_path: Path) -> N
     assert are_equal(tmp_path)
 
 
+def test_a_replacement_reduces_gradients_in_the_dtype_of_the_others(tmp_path: Path) -> None:
+    """Compute in BF16 and reduce in FP32. A replacement's first pass is a replay in which most operators are frozen."""
+    policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+    script = SCRIPT.replace("import fully_shard", "import MixedPrecisionPolicy, fully_shard")
+    script = script.replace("fully_shard(layer)", f"fully_shard(layer, {policy})")
+    script = script.replace("fully_shard(model)", f"fully_shard(model, {policy})")
+    for name, words in (("free", ()), ("killed", ("--moevement-inject", "rank=1,iteration=12,phase=step"))):
+        record = train(tmp_path / name, *WINDOW, *words, spares=1, script=script)
+    (lost,) = recoveries(record)
+    assert lost["replayed"] > 0
+    assert are_equal(tmp_path)
+
+
 @pytest.mark.slow("ranks are killed until the job has lost four")
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
 def test_ranks_are_killed_at_any_moment_of_a_pass(seed: int, tmp_path: Path) -> None:
