@@ -65,7 +65,8 @@ class Regression(ft.Binding):
         for layer, weight in enumerate(self.weights):
             weight.grad = None
             weight.requires_grad_(ft.layer_name(layer) not in frozen)
-        own = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(iteration))[dist.get_rank() :: 2]
+        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(iteration))
+        own = batch[dist.get_rank() :: dist.get_world_size()]
         x = own.clone().requires_grad_()
         for weight in self.weights:
             x = torch.tanh(x @ weight)

@@ -84,8 +84,7 @@ def forget_pass(model: nn.Module) -> None:
                     each.unsharded_accumulated_grad = None
                     if hasattr(each, "_unsharded_param"):
                         each.unsharded_param.grad = None
-        if root._get_fsdp_state()._is_root:  # False before the first pass, which leaves nothing
-            root.reset_iter_state()
+        root.reset_iter_state()
 
 
 def use_new_groups(model: nn.Module) -> None:
