@@ -11,8 +11,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -42,6 +42,8 @@ class Injector:
     def __init__(self, faults: Iterable[Fault], committed: Callable[[], int] = lambda: 0) -> None:
         self._faults = list(enumerate(faults))
         self._committed = committed
+        self._injected = set[int]()
+        """Numbers of the faults that this process has injected, and has survived."""
 
     def at(self, phase: Phase, iteration: int | None) -> None:
         """Inject the faults that are due in ``phase`` of ``iteration``; this rank may not survive the call.
@@ -59,7 +61,27 @@ class Injector:
                 and _is_due(fault, iteration)
                 and is_first_to_claim(_INJECTED.format(number))
             ):
+                self._injected.add(number)
                 strike(fault, f"iteration {iteration}")
+
+    def missed(self) -> Iterator[Fault]:
+        """Yield the faults that no rank has injected. Rank 0 calls it when its training has ended.
+
+        Other ranks may still be in the last iteration, and an evaluation or a checkpoint may follow. So faults there
+        are left out. Without a supervisor the method knows only the faults of this process.
+        """
+        if not self._faults:
+            return
+        has_others = supervisor_address() is not None
+        with closing(connect()) if has_others else nullcontext() as values:
+            for number, fault in self._faults:
+                if fault.phase in (Phase.EXIT, Phase.EVAL, Phase.SAVE) or fault.iteration == self._committed():
+                    continue
+                is_injected = number in self._injected or fault.rank != int(os.environ.get("RANK", "-1"))
+                if values is not None:
+                    is_injected = values.read(_INJECTED.format(number)) is not None
+                if not is_injected:
+                    yield fault
 
 
 def _is_due(fault: Fault, iteration: int | None) -> bool:
@@ -118,6 +140,19 @@ def at(phase: Phase, iteration: int | None = None) -> None:
         iteration: iteration that this rank executes; None: the one after the last committed iteration.
     """
     injector.at(phase, iteration)
+
+
+def warn_of_missed() -> None:
+    """Warn of each fault that no rank has injected, so that nobody takes the job for a passed drill.
+
+    Rank 0 calls it when its training has ended.
+    """
+    for fault in injector.missed():
+        when = "" if fault.iteration is None else f" of iteration {fault.iteration}"
+        log.warning(
+            f"a fault was not injected: rank {fault.rank} was never in the phase {fault.phase}{when}; some phases "
+            "occur only in some trainers and recoveries (docs/drills.md)"
+        )
 
 
 def is_armed() -> bool:

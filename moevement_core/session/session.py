@@ -315,6 +315,8 @@ class Session:
         saving = self.saving
         self.auditor.check(self.binding.iteration)
         injection.at(Phase.EXIT, self.binding.iteration)
+        if saving.topology.rank == 0:
+            injection.warn_of_missed()
         if not saving.checkpointer.close(timeout_s=self._peer_timeout_s):
             saving.reports.report("some peers did not acknowledge this rank's last snapshots in time")
         on_disk = saving.disk.close()

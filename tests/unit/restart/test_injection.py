@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from moevement_core.errors import ConfigError
+from moevement_core.errors import ConfigError, InjectedFault
 from moevement_core.restart.faults import Fault, Flip, FlipKind, Phase, Signal, poisson_times, removals
+from moevement_core.restart.injection import Injector
 
 
 def test_a_fault_is_parsed() -> None:
     assert Fault.parse("rank=2,iteration=17,phase=commit,signal=STOP") == Fault(2, Phase.COMMIT, Signal.STOP, 17)
     assert Fault.parse("phase=exit,rank=0") == Fault(0, Phase.EXIT, Signal.KILL, None)
+
+
+def test_a_fault_in_a_phase_that_never_came_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    happened = Fault(1, Phase.REDUCE, Signal.EXC, 3)
+    missed, of_another = Fault(1, Phase.BACKWARD, Signal.KILL, 3), Fault(0, Phase.BACKWARD, Signal.KILL, 3)
+    injector = Injector([happened, missed, of_another, Fault(1, Phase.SAVE, Signal.KILL, 9)])
+    with pytest.raises(InjectedFault):
+        injector.at(Phase.REDUCE, 3)
+    assert list(injector.missed()) == [missed]
 
 
 @pytest.mark.parametrize(
