@@ -371,7 +371,7 @@ class _Restarts:
                 raise
             except Exception as error:
                 is_mistake = isinstance(error, ConfigError | DataError | RunRecordError)
-                if is_mistake and not (self._training.has_begun or is_aborting()):
+                if is_mistake and self._has_not_trained(now) and not is_aborting():
                     raise _Unfit(error) from None  # Another attempt would fail in the same way.
                 if not is_aborting():  # An abort causes errors too, so the next check of the device decides.
                     self._give_back_after(error, guard)
@@ -393,13 +393,18 @@ class _Restarts:
         except BaseException as end:
             # The end of this process breaks its process groups, which the other ranks see as an abort. So the
             # coordinator must know of the interruption first. If no rank has trained, each rank reports the mistake.
-            if self._training.has_begun or now.roster.generation > 0:
+            is_first = now.roster.generation == 0
+            if not (is_first and isinstance(end, _Unfit)) and (self._training.has_begun or not is_first):
                 guard.interrupt_all(Interruption.BASE_EXCEPTION)
             if isinstance(end, _Unfit):
                 raise end.error from None
             raise
         finally:
             now.guard = None
+
+    def _has_not_trained(self, now: Generation) -> bool:
+        """Return True if this rank has begun no training, or the job has not made its first update yet."""
+        return not self._training.has_begun or (now.roster.generation == 0 and self._training.iteration == 0)
 
     def _run(self, store: Any) -> Any:
         try:
