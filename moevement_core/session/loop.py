@@ -249,11 +249,13 @@ class _Loop(Training, Rebuilder):
         if not names.is_restart:
             check_stores(self._config.disk)
         binding = self.build(names, ())
-        if self._config.elastic.is_elastic and "world_size" not in binding.settings():
-            raise ConfigError(
-                f"{SWITCH}: settings() of the binding has no world_size, by which the job tells windows of another "
-                "size; return it, or leave the flag out"
-            )
+        if self._config.elastic.is_elastic:
+            if "world_size" not in binding.settings():
+                raise ConfigError(
+                    f"{SWITCH}: settings() of the binding has no world_size, by which the job tells windows of another "
+                    "size; return it, or leave the flag out"
+                )
+            binding.recut()  # refuses a trainer whose state cannot be divided, before anything else is made
         loaded = load_window(binding, self._config, names, is_resumed=False)
         self.begin_record(binding)
         if names.is_restart:

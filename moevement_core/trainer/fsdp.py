@@ -1,8 +1,9 @@
 """Modules that torch's ``fully_shard`` (FSDP2) has sharded over all ranks, as :class:`TorchBinding` sees them.
 
-Each rank holds a shard of every parameter, a range of its rows, and updates this shard alone. So the local shards are a
-rank's state. FSDP reduces gradients within the backward pass, and keeps references to process groups and the remains of
-an interrupted pass; both are renewed here after a failure.
+Each rank holds a shard of every parameter, a range of its rows, and updates this shard. So the local shards are a
+rank's state. On a mesh of two dimensions (hybrid sharding, HSDP), all ranks with one coordinate in the second dimension
+hold equal shards. FSDP reduces gradients within the backward pass, and keeps references to process groups and the
+remains of an interrupted pass; both are renewed here after a failure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def refuse_other_shards(model: nn.Module) -> None:
     """Refuse sharded parameters other than those of ``fully_shard`` over all ranks of the job.
 
     Raises:
-        ConfigError: a parameter is sharded in another way, or torch is too old.
+        ConfigError: a parameter is sharded in another way, a module makes process groups, or torch is too old.
     """
     sharded = [(name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)]
     if sharded and not hasattr(FSDPModule, NEEDED):
@@ -47,10 +48,18 @@ def refuse_other_shards(model: nn.Module) -> None:
                 f"parameter {name} is sharded, but not by fully_shard; TorchBinding knows no other shards: write a "
                 "Binding (docs/own_trainer.md)"
             )
-        if not all(each.is_shard() for each in placements) or mesh.size() != dist.get_world_size():
+        has_shards = any(each.is_shard() for each in placements)
+        if not has_shards or any(each.is_partial() for each in placements) or mesh.size() != dist.get_world_size():
             raise ConfigError(
                 f"parameter {name} has placements {placements} on a mesh of {mesh.size()} ranks; TorchBinding needs "
-                f"shards over all {dist.get_world_size()} ranks, without replicas: leave out mesh"
+                f"shards on a mesh of all {dist.get_world_size()} ranks, which may hold several copies of each shard: "
+                "give fully_shard such a mesh, or leave out mesh"
+            )
+    for info in _mesh_infos(model):
+        if getattr(info, "reduce_scatter_process_group", None) is not None:
+            raise ConfigError(
+                "set_separate_reduce_scatter_group makes a process group, and a replacement makes its model alone; "
+                "leave the call out"
             )
 
 
@@ -92,14 +101,31 @@ def use_new_groups(model: nn.Module) -> None:
 
     A mesh finds its groups by their names, which the present groups have as well. FSDP keeps the groups themselves.
     """
+    for info in _mesh_infos(model):
+        info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
+        if info.replicate_mesh_dim is not None:
+            info.replicate_process_group = info.mesh.get_group(info.replicate_mesh_dim)
+
+
+def _mesh_infos(model: nn.Module) -> Iterator[Any]:
+    """Yield the records in which FSDP keeps meshes with their process groups; one record may come several times."""
     for root in roots(model):
         for module in root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
-                    infos: tuple[Any, ...] = (group.mesh_info, group.post_forward_mesh_info)
-                    for info in infos:
-                        if info is not None:
-                            info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
+                    yield from (info for info in (group.mesh_info, group.post_forward_mesh_info) if info is not None)
+
+
+def holders(parameter: torch.Tensor) -> frozenset[int]:
+    """Return the ranks that hold the same part of ``parameter`` as this rank, this rank among them."""
+    if not isinstance(parameter, DTensor):
+        return frozenset(range(dist.get_world_size()))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    own = mesh.get_coordinate()
+    assert own is not None
+    places = zip(own, placements, strict=True)
+    index = tuple(slice(None) if placement.is_replicate() else place for place, placement in places)
+    return frozenset(mesh.mesh[index].flatten().tolist())
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 The model is replicated: each rank holds all parameters, or all except parameters that only one rank holds, such as the
 experts of expert parallelism. The binding averages gradients over the ranks itself, so the model is not wrapped in
-``DistributedDataParallel``. Or ``fully_shard`` has sharded modules, and FSDP averages their gradients.
+``DistributedDataParallel``. Or ``fully_shard`` has sharded modules, and FSDP averages their gradients; on a mesh of two
+dimensions (HSDP), several ranks hold each shard.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, override
 
@@ -44,6 +46,7 @@ from moevement_core.trainer.fsdp import (
     ShardedRows,
     begin_sharding,
     forget_pass,
+    holders,
     like_shard,
     refuse_other_rows,
     refuse_other_shards,
@@ -58,6 +61,8 @@ BUCKET = 1 << 23
 """Approximate number of gradient elements that ranks average in one collective."""
 SEEDS = 1 << 62
 """Number of seeds of random numbers."""
+NO_NUMBER = -(1 << 62)
+"""Number that is smaller than every digest and every negated digest."""
 
 OperatorParts = tuple[str, OperatorKind, Sequence[nn.Parameter]]
 """Name of an operator, its kind, and its parameters on this rank."""
@@ -83,7 +88,7 @@ class TorchBinding(
 
     Args:
         model: the model, on its device, not wrapped in ``DistributedDataParallel``. ``fully_shard`` may have sharded
-            it, or modules in it, over all ranks.
+            it, or modules in it, over all ranks, or on a mesh of all ranks with several copies of each shard (HSDP).
         optimizer: optimizer of torch with the model's parameters. If it has no state yet, the constructor creates that
             state as the first step would.
         compute_gradients: function that computes the gradients of this rank's share of the batch of an iteration, and
@@ -139,6 +144,10 @@ class TorchBinding(
         self._sharded = [parameter for parameter in trained if isinstance(parameter, DTensor)]
         others = is_local | {id(parameter) for parameter in self._sharded}
         self._buckets = list(_buckets(parameter for parameter in trained if id(parameter) not in others))
+        self._shards: dict[frozenset[int], list[torch.Tensor]] = defaultdict(list)
+        """Sharded parameters by the ranks that hold the same shards as this rank."""
+        for parameter in self._sharded:
+            self._shards[holders(parameter)].append(parameter)
         self._logged = {id(parameter): torch.zeros_like(shard_of(parameter.detach())).view(-1) for parameter in trained}
         """Gradients of the last update by the parameter's id, for redo."""
         self._left_out = frozenset[int]()
@@ -195,12 +204,18 @@ class TorchBinding(
             for parameter, mean in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 if parameter.grad is not None:
                     parameter.grad.copy_(mean.view_as(parameter))
-        own = [parameter.grad.div_(world) for parameter in self._local if parameter.grad is not None]
-        # FSDP has averaged these in the backward pass.
-        own += [shard_of(parameter.grad) for parameter in self._sharded if parameter.grad is not None]
+        own = [
+            parameter.grad.div_(world).float().square().sum().cpu()
+            for parameter in self._local if parameter.grad is not None
+        ]  # fmt: skip
+        # FSDP has averaged these in the backward pass. Each holder of a shard adds its part of the squares.
+        own += [
+            shard_of(parameter.grad).float().square().sum().cpu() / len(ranks)
+            for ranks, shards in self._shards.items() for parameter in shards if parameter.grad is not None
+        ]  # fmt: skip
         losses = self.losses[self.iteration + 1]
         sums = torch.stack([
-            sum((each.float().square().sum().cpu() for each in own), torch.zeros(())),
+            sum(own, torch.zeros(())),
             *(loss.float().cpu() for loss in losses.values()),
         ]).to(self._device)  # fmt: skip
         dist.all_reduce(sums)
@@ -217,16 +232,17 @@ class TorchBinding(
         Raises:
             ConfigError: a rank has other weights. Every rank raises it.
         """
-        if not (replicas := self.replicas()):
-            return
-        digest = int(hashlib.sha256(replicas[0][2].encode()).hexdigest()[:15], 16)
-        bounds = torch.tensor([digest, -digest], device=self._device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        if int(bounds.sum()):
-            raise ConfigError(
-                "the ranks have built different weights; call torch.manual_seed with the same number on all of them "
-                "before you make the model"
-            )
+        for _, ranks, digest in self.replicas():
+            number = int(hashlib.sha256(digest.encode()).hexdigest()[:15], 16)
+            # For each group of ranks with equal weights: their largest number, and the smallest, negated.
+            bounds = torch.full((2, dist.get_world_size()), NO_NUMBER, device=self._device)
+            bounds[:, min(ranks)] = torch.tensor([number, -number])
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+            if bool((bounds.sum(0) > 0).any()):
+                raise ConfigError(
+                    "the ranks have built different weights; call torch.manual_seed with the same number on all of "
+                    "them before you make the model"
+                )
 
     @override
     def update(self, outcome: Mapping[str, Any]) -> None:
@@ -255,11 +271,6 @@ class TorchBinding(
         self.model.zero_grad()  # also of parameters that the optimizer does not have
 
     # State
-
-    @property
-    def has_local_state(self) -> bool:
-        """True if this rank holds parameters, or shards of parameters, that no other rank holds."""
-        return bool(self._local or self._sharded)
 
     @property
     def _device(self) -> torch.device:
@@ -361,8 +372,14 @@ class TorchBinding(
 
     @override
     def replicas(self) -> list[Replicas]:
-        weights = [parameter.data for bucket in self._buckets for parameter in bucket]
-        return [("", tuple(range(dist.get_world_size())), begin_whole({"": weights})()[""])] if weights else []
+        weights: dict[frozenset[int], list[torch.Tensor]] = defaultdict(list)
+        weights[frozenset(range(dist.get_world_size()))] += (each for bucket in self._buckets for each in bucket)
+        for ranks, shards in self._shards.items():
+            weights[ranks] += shards
+        return [
+            ("", tuple(sorted(ranks)), begin_whole({"": [shard_of(each.data) for each in parameters]})()[""])
+            for ranks, parameters in weights.items() if parameters and len(ranks) > 1
+        ]  # fmt: skip
 
     @override
     def audited(self) -> AuditedModel:
@@ -371,8 +388,10 @@ class TorchBinding(
 
     @override
     def live_replicas(self) -> set[int]:
-        has_all = not self.has_local_state and not dict(self._buffers()) and self._batches is None
-        return set(range(dist.get_world_size())) - {dist.get_rank()} if has_all else set()
+        if self._local or dict(self._buffers()) or self._batches is not None:
+            return set()
+        everyone = frozenset(range(dist.get_world_size()))
+        return set(everyone.intersection(*self._shards)) - {dist.get_rank()}
 
     @override
     def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:

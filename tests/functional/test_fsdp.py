@@ -157,21 +157,33 @@ def test_a_replacement_reduces_gradients_in_the_dtype_of_the_others(tmp_path: Pa
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 12))])
 def test_ranks_are_killed_at_any_moment_of_a_pass(seed: int, tmp_path: Path) -> None:
     """Kill ranks from outside, so that survivors stop in the middle of FSDP's own collectives."""
-    draws = random.Random(seed)
-    train(tmp_path / "free", *WINDOW, "--iterations", "300")
-    job = start(tmp_path / "killed", *WINDOW, "--iterations", "300", spares=2)
+    assert sum(each["replayed"] > 0 for each in kill_at_any_moment(seed, tmp_path)) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_ranks_with_copies_of_shards_are_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    lost = kill_at_any_moment(seed, tmp_path, nproc=4, script=hybrid())
+    assert [each["replayed"] for each in lost] == [0] * len(lost)
+
+
+def kill_at_any_moment(seed: int, tmp_path: Path, **launched: Any) -> list[dict[str, Any]]:
+    """Kill four ranks of a job from outside, compare its bits with a job without failures, return the recoveries."""
+    draws, nproc = random.Random(seed), launched.get("nproc", 2)
+    train(tmp_path / "free", *WINDOW, "--iterations", "300", **launched)
+    job = start(tmp_path / "killed", *WINDOW, "--iterations", "300", spares=2, **launched)
     record, lost = RunRecord(tmp_path / "killed"), 0
     while lost < 4 and job.poll() is None:
         newest = (record.newest_metric() or {}).get("iteration", 0)
-        if len(ranks := active(record)) == 2 and newest > 10 + 60 * lost:
+        if len(ranks := active(record)) == nproc and newest > 10 + 60 * lost:
             time.sleep(draws.uniform(0, 0.1))
-            os.kill(ranks[draws.randrange(2)], signal.SIGKILL)
+            os.kill(ranks[draws.randrange(nproc)], signal.SIGKILL)
             lost += 1
         time.sleep(0.05)
     code, out, err = finished(job)
     assert code == 0, out + err
-    assert sum(each["replayed"] > 0 for each in recoveries(record)) > 1
     assert are_equal(tmp_path)
+    return recoveries(record)
 
 
 def test_a_mesh_that_the_job_makes_anew_keeps_its_groups(tmp_path: Path) -> None:
@@ -190,6 +202,41 @@ def test_a_mesh_that_the_job_makes_anew_keeps_its_groups(tmp_path: Path) -> None
     for name, words in (("free", ()), ("killed", ("--moevement-inject", "rank=1,iteration=12,phase=reduce"))):
         train(tmp_path / name, *WINDOW, *words, spares=1, script=script)
     assert are_equal(tmp_path)
+
+
+def hybrid() -> str:
+    """Return the script with two copies of each shard: ranks 0 and 2 hold the same shards, and so do 1 and 3."""
+    script = SCRIPT.replace("fully_shard(layer)", "fully_shard(layer, mesh=mesh)")
+    script = script.replace("fully_shard(model)", "fully_shard(model, mesh=mesh)")
+    return script.replace("sizes=(1, 2, 4))", "make_groups=make_groups)").replace(
+        "def make():",
+        "def make_groups():\n"
+        "    global mesh\n"
+        "    shape = 2, dist.get_world_size() // 2\n"
+        "    mesh = torch.distributed.init_device_mesh('cpu', shape, mesh_dim_names=('copies', 'shards'))\n"
+        "\n\ndef make():",
+    )
+
+
+@pytest.mark.slow("two jobs of four ranks")
+@pytest.mark.parametrize("phase", ["reduce", pytest.param("step", marks=pytest.mark.full)])
+def test_a_shard_with_copies_is_taken_from_a_live_rank(phase: str, tmp_path: Path) -> None:
+    """Lose a rank whose shards another one holds, and then both holders of a shard at once."""
+    train(tmp_path / "free", *WINDOW, nproc=4, script=hybrid())
+    faults = [f"rank=1,iteration=11,phase={phase}", *(f"rank={rank},iteration=25,phase={phase}" for rank in (0, 2))]
+    words = [word for fault in faults for word in ("--moevement-inject", fault)]
+    record = train(tmp_path / "killed", *WINDOW, *words, nproc=4, spares=3, script=hybrid())
+    alone, *both = recoveries(record)
+    assert alone["replayed"] == 0
+    assert any(each["replayed"] > 0 for each in both)
+    assert are_equal(tmp_path)
+
+
+def test_copies_of_a_shard_that_differ_are_refused(tmp_path: Path) -> None:
+    script = hybrid().replace("torch.manual_seed(1)", "torch.manual_seed(dist.get_rank() // 3)")
+    code, _, err = finished(start(tmp_path / "run", nproc=4, script=script))
+    assert code == 2
+    assert "manual_seed" in err
 
 
 def test_an_elastic_job_divides_the_rows_anew(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moevement_core.elastic.layout import RankLayout
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
-from moevement_core.trainer.fsdp import ShardedRows, refuse_other_shards, roots
+from moevement_core.trainer.fsdp import ShardedRows, holders, refuse_other_shards, roots
 
 
 @pytest.fixture
@@ -42,6 +43,25 @@ def test_a_tensor_that_is_sharded_in_another_way_is_refused(one_rank: None) -> N
     model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Replicate()]))
     with pytest.raises(ConfigError, match=r"\bweight\b.*\bfully_shard\b"):
         refuse_other_shards(model)
+
+
+def test_a_module_that_makes_a_process_group_is_refused(one_rank: None) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    refuse_other_shards(model)
+    model.set_separate_reduce_scatter_group()
+    with pytest.raises(ConfigError, match=r"\bset_separate_reduce_scatter_group\b"):
+        refuse_other_shards(model)
+
+
+def test_ranks_in_one_column_of_the_mesh_hold_equal_shards() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("copies", "shards"))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        assert holders(model.weight) == {1, 3, 5}
+        assert holders(nn.Parameter(torch.zeros(1))) == set(range(6))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("rank", "world", "begin"), [(0, 2, 0), (1, 2, 15), (3, 4, 25), (7, 8, 25)])
