@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim.lr_scheduler import LRScheduler
 
 from moevement_core.audit.evidence import AuditedModel
 from moevement_core.engine.layout import OperatorState, in_order
@@ -89,8 +91,9 @@ class TorchBinding(
     Args:
         model: the model, on its device, not wrapped in ``DistributedDataParallel``. ``fully_shard`` may have sharded
             it, or modules in it, over all ranks, or on a mesh of all ranks with several copies of each shard (HSDP).
-        optimizer: optimizer of torch with the model's parameters. If it has no state yet, the constructor creates that
-            state as the first step would.
+        optimizer: optimizer of torch with the model's parameters, or several with a part of them each, such as Muon for
+            matrices and AdamW for the rest. If one has no state yet, the constructor creates that state as the first
+            step would.
         compute_gradients: function that computes the gradients of this rank's share of the batch of an iteration, and
             returns the loss, or losses by name. Its arguments are the iteration's number, on which the batch depends
             alone, and with ``loader`` also the batch.
@@ -100,7 +103,8 @@ class TorchBinding(
             this rank may be frozen at once; so call ``requires_grad_()`` on the input of the first layer.
         counts: counters to which the model's routers add; None to order operators without popularity.
         clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
-        scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer; the binding steps it.
+        scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer, or several; the binding steps
+            them.
         loader: loader of this rank's batches with ``state_dict`` and ``load_state_dict``, one batch for each iteration.
             Snapshots hold its state, so a replay draws the same batches again. Each rank may have other batches; a
             lost rank is therefore restored from its snapshots. Not for elastic jobs.
@@ -113,21 +117,23 @@ class TorchBinding(
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         compute_gradients: Callable[..., torch.Tensor | Mapping[str, torch.Tensor]],
         *,
         operators: Iterable[OperatorParts] | None = None,
         local: Iterable[nn.Parameter] = (),
         counts: TokenCounts | None = None,
         clip_norm: float | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         loader: StatefulLoader | None = None,
         seed: int = 0,
     ) -> None:
         _refuse(model)
         refuse_other_shards(model)
         begin_sharding(model)
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._schedulers = [scheduler] if isinstance(scheduler, LRScheduler) else list(scheduler or ())
         self._compute_gradients, self._clip_norm, self._seed = compute_gradients, clip_norm, seed
         self._counts = counts
         self._batches = None if loader is None else Batches(loader)
@@ -135,10 +141,11 @@ class TorchBinding(
             (name, kind, list(parameters))
             for name, kind, parameters in (operators_of(model) if operators is None else operators)
         ]
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [parameter for group in self._groups() for parameter in group["params"]]
         _refuse_unnamed(model, held, self._parts)
         self._trained = trained = [parameter for parameter in held if parameter.requires_grad]
-        make_state(optimizer)
+        for each in self._optimizers:
+            make_state(each)
         is_local = {id(parameter) for parameter in local}
         self._local = [parameter for parameter in trained if id(parameter) in is_local]
         self._sharded = [parameter for parameter in trained if isinstance(parameter, DTensor)]
@@ -248,7 +255,7 @@ class TorchBinding(
     def update(self, outcome: Mapping[str, Any]) -> None:
         """Clip gradients, and make the steps of optimizer and schedule."""
         scale = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (outcome["norm"] + 1e-6))
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     if scale != 1.0:
@@ -265,12 +272,22 @@ class TorchBinding(
             self._note_losses(until, outcome)
 
     def _step(self) -> None:
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
         self.model.zero_grad()  # also of parameters that the optimizer does not have
 
     # State
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """Yield the groups of parameters of all optimizers."""
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
+
+    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Return what the optimizer of ``parameter`` keeps for it; empty if no optimizer has it."""
+        return next((each.state[parameter] for each in self._optimizers if parameter in each.state), {})
 
     @property
     def _device(self) -> torch.device:
@@ -293,7 +310,7 @@ class TorchBinding(
             for number, parameter in enumerate(parameters):
                 weight = shard_of(parameter.data).view(-1)
                 compute.append(StateTensor(name, Saved.COMPUTE, f"{number}/weight", weight))
-                tensors = {"weight": weight, **_tensors(self.optimizer.state.get(parameter, {}))}
+                tensors = {"weight": weight, **_tensors(self._state_of(parameter))}
                 full += [
                     StateTensor(name, Saved.FULL, f"{number}/{what}", tensor.view(-1))
                     for what, tensor in tensors.items()
@@ -305,11 +322,10 @@ class TorchBinding(
 
     @override
     def boundary(self) -> dict[str, Any]:
-        groups = [{name: value for name, value in group.items() if name != "params"}
-                  for group in self.optimizer.param_groups]  # fmt: skip
-        schedule = None if self.scheduler is None else self.scheduler.state_dict()
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
         return {
-            "groups": groups, "schedule": schedule, "buffers": dict(self._buffers()),
+            "groups": groups, "schedules": [each.state_dict() for each in self._schedulers],
+            "buffers": dict(self._buffers()),
             "progress": {"iteration": self.iteration},
             **({} if self._batches is None else {"loader": self._batches.state()}),
         }  # fmt: skip
@@ -327,10 +343,10 @@ class TorchBinding(
     @override
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
         self.put_progress(boundary["progress"])
-        for group, saved in zip(self.optimizer.param_groups, boundary["groups"], strict=True):
+        for group, saved in zip(self._groups(), boundary["groups"], strict=True):
             group.update(saved)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(dict(boundary["schedule"]))
+        for scheduler, saved in zip(self._schedulers, boundary["schedules"], strict=True):
+            scheduler.load_state_dict(dict(saved))
         for name, buffer in self._buffers():
             buffer.copy_(boundary["buffers"][name])
         if self._batches is not None:
@@ -343,7 +359,8 @@ class TorchBinding(
     @override
     def settings(self) -> dict[str, Any]:
         return {
-            "world_size": dist.get_world_size(), "seed": self._seed, "optimizer": type(self.optimizer).__name__,
+            "world_size": dist.get_world_size(), "seed": self._seed,
+            "optimizer": "+".join(type(each).__name__ for each in self._optimizers),
             "iterations_to_skip": sorted(self._left_out),
         }  # fmt: skip
 
@@ -423,7 +440,7 @@ class TorchBinding(
         for name, _, parameters in self._parts:
             for number, parameter in enumerate(parameters):
                 if isinstance(parameter, DTensor):
-                    state = self.optimizer.state.get(parameter, {})
+                    state = self._state_of(parameter)
                     sharded = ["weight", *(what for what, value in state.items() if isinstance(value, DTensor))]
                     shape = parameter.shape[0], parameter.shape[1:].numel()
                     shapes |= {(name, key): shape for key in (f"{number}", *(f"{number}/{what}" for what in sharded))}
@@ -475,7 +492,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     Weights keep their bits. State that exists already stays.
 
     Raises:
-        ConfigError: the first step leaves state that is not 0, so its value before the step is not known.
+        ConfigError: the first step leaves state that is not 0, so its value before the step is not known, or it
+            communicates.
     """
     with torch.no_grad():
         new = [
@@ -494,7 +512,13 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in new:
             parameter.grad = torch.zeros_like(parameter)
             parameter.zero_()  # Otherwise weight decay would leave something in momentum buffers.
-        optimizer.step()  # Parameters with state have no gradient here, so their state and weights do not change.
+        with CommDebugMode() as seen:
+            optimizer.step()  # Parameters with state have no gradient here, so their state and weights do not change.
+        if seen.get_total_counts():
+            raise ConfigError(
+                f"{type(optimizer).__name__} communicates in its step, because parameters are sharded; a step must "
+                "not, as a lost rank repeats it alone: take an optimizer that works on each element, such as AdamW"
+            )
         optimizer.zero_grad()
         for parameter, weight in zip(new, weights, strict=True):
             parameter.copy_(weight)
@@ -564,8 +588,10 @@ def _refuse_unnamed(
     """Refuse operators that do not hold each parameter exactly once.
 
     Raises:
-        ConfigError: a parameter of the model or the optimizer is in no operator, or in several.
+        ConfigError: a parameter of the model or an optimizer is in no operator, or in several, or in two optimizers.
     """
+    if len(trained) != len(set(map(id, trained))):
+        raise ConfigError("a parameter is in several optimizers, or twice in one; give it to one")
     held = [id(parameter) for _, _, parameters in parts for parameter in parameters]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if missing := [each for each in (*names, *map(id, trained)) if each not in set(held)]:

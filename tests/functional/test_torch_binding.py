@@ -189,15 +189,37 @@ def test_a_trainer_of_eight_methods_comes_back(phase: str, tmp_path: Path) -> No
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
 
 
-@pytest.mark.slow("the job ends after its fourth attempt, and waits between them")
+@pytest.mark.parametrize("recovery", ["redo", pytest.param("replay", marks=pytest.mark.full)])
+def test_parameters_are_divided_between_two_optimizers(recovery: str, tmp_path: Path) -> None:
+    """Train matrices with Muon and the rest with AdamW, each with a schedule, and lose the rank of an expert."""
+    script = tmp_path / "muon.py"
+    script.write_text(
+        WITH_EXPERTS.replace(
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n"
+            "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)\n",
+            "    matrices = [each for each in model.parameters() if each.ndim == 2]\n"
+            "    rest = [each for each in model.parameters() if each.ndim != 2]\n"
+            "    optimizer = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]\n"
+            "    scheduler = [torch.optim.lr_scheduler.StepLR(each, 10, 0.5) for each in optimizer]\n",
+        )
+    )
+    assert "Muon" in script.read_text()
+    train(tmp_path / "free", script, spares=0)
+    words = ("--moevement-window", "3", "--moevement-recovery", recovery, "--moevement-inject")
+    record = train(tmp_path / "killed", script, *words, "rank=1,iteration=17,phase=step", spares=1)
+    (lost,) = [event["recovery"] for event in record.events() if event["event"] == "failure"]
+    assert lost["redone" if recovery == "redo" else "replayed"] > 0
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+
+
 def test_ranks_that_have_built_different_weights_are_told_so(tmp_path: Path) -> None:
-    """Let ranks build different weights; each attempt finds that again, and the log says what to do."""
+    """Let ranks build different weights; the job ends before the first update, and the error says what to do."""
     script = tmp_path / "other.py"
     script.write_text(SMALL.read_text().replace("torch.manual_seed(1)", "torch.manual_seed(dist.get_rank())"))
     words = ("--trainer", "torch", "--nproc", "2", "--spares", "0", str(script), "--iterations", "3")
     code, out, err = finished(launch(*words, "--run-dir", str(tmp_path / "run")))
-    assert code == 1
-    assert re.search(r"ConfigError.*different weights.*torch\.manual_seed", out + err)
+    assert code == 2
+    assert re.search(r"\bdifferent weights\b.*\btorch\.manual_seed\b", out + err)
 
 
 @pytest.mark.slow("three jobs in a row")

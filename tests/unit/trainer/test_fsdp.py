@@ -18,6 +18,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.trainer.fsdp import ShardedRows, holders, refuse_other_shards, roots
+from moevement_core.trainer.torch_binding import make_state
 
 
 @pytest.fixture
@@ -45,10 +46,23 @@ def test_a_tensor_that_is_sharded_in_another_way_is_refused(one_rank: None) -> N
         refuse_other_shards(model)
 
 
+def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
+    """Muon multiplies whole matrices, so it gathers shards."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        fully_shard(model := nn.Linear(4, 4, bias=False))
+        make_state(torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ConfigError, match=r"\bMuon\b.*\bAdamW\b"):
+            make_state(torch.optim.Muon(model.parameters()))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_module_that_makes_a_process_group_is_refused(one_rank: None) -> None:
-    model = fully_shard(nn.Linear(4, 4))
+    model = nn.Linear(4, 4)
+    sharded = fully_shard(model)
     refuse_other_shards(model)
-    model.set_separate_reduce_scatter_group()
+    sharded.set_separate_reduce_scatter_group()
     with pytest.raises(ConfigError, match=r"\bset_separate_reduce_scatter_group\b"):
         refuse_other_shards(model)
 
@@ -57,7 +71,7 @@ def test_ranks_in_one_column_of_the_mesh_hold_equal_shards() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
     try:
         mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("copies", "shards"))
-        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        fully_shard(model := nn.Linear(4, 4), mesh=mesh)
         assert holders(model.weight) == {1, 3, 5}
         assert holders(nn.Parameter(torch.zeros(1))) == set(range(6))
     finally:

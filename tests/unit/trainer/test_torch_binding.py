@@ -96,6 +96,13 @@ def _of(module: nn.Module, **options: object) -> TorchBinding:
     return TorchBinding(module, optimizer, lambda iteration: torch.zeros(()), **options)  # type: ignore[arg-type]
 
 
+def test_a_parameter_in_two_optimizers_is_refused() -> None:
+    module = model()
+    optimizers = [torch.optim.AdamW(module.parameters()), torch.optim.SGD(list(module.parameters())[:1])]
+    with pytest.raises(ConfigError, match=r"\bparameter\b.*\boptimizers\b"):
+        TorchBinding(module, optimizers, lambda iteration: torch.zeros(()))
+
+
 def test_an_optimizer_whose_state_does_not_begin_at_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="mu_product"):
         make_state(torch.optim.NAdam(model().parameters()))
