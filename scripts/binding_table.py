@@ -17,7 +17,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "binding.md"
 PURPOSE = """\
 # Reference of `Binding`
 
-This page is for people who write a binding for a trainer of their own; [own_trainer.md](own_trainer.md) comes first.
+This page is for people who write a binding for a trainer of their own; [own_binding.md](own_binding.md) comes first.
 It has every method and attribute of `moevement_core.Binding` with its first sentence, and then the capabilities that a
 trainer may have. Arguments and the rest are in the docstrings:
 [binding.py](../moevement_core/trainer/binding.py), [interface.py](../moevement_core/trainer/interface.py),

@@ -83,8 +83,6 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        if not x.requires_grad:  # A replay may freeze the embedding, but all ranks still have to exchange gradients.
-            x.requires_grad_()
         for layer in self.blocks:
             x = layer(x)
         return F.cross_entropy(self.head(x).view(-1, VOCABULARY), targets.reshape(-1))

@@ -493,12 +493,12 @@ class Checkpointer:
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... time is reported
             return
-        why = "its gradients were not logged" if is_room_left else "no host memory is free"
+        why = "its gradients were not logged" if is_room_left else "the memory reserved for snapshots is full"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
             f"iteration {iteration}: {why}, so the unfinished window ({lost}) is abandoned; the persisted window "
             f"stays. Windows abandoned so far: {self.progress.abandoned}. Peers that lag: "
-            f"{self.replicator.backlog()}. Snapshots continue when host memory for a whole window is free"
+            f"{self.replicator.backlog()}. Snapshots continue when a whole window has room in it"
         )
 
     def _measure(self) -> None:

@@ -38,6 +38,8 @@ class AttemptCounts:
     """Newest iteration that the job had committed when it was last formed; -1 for none."""
     failures: int = 0
     """Number of failures in a row in which a rank reported an error and no rank died."""
+    first_error: str = ""
+    """Error of the first of these failures, which may be the cause of the others; empty without failures."""
     deaths: dict[str, int] = field(default_factory=dict)
     """Number of deaths since the job last committed a new iteration; a key is ``RANK ITERATION``."""
     in_a_row: int = 0
@@ -107,8 +109,12 @@ class Attempts:
             self.counts.failures = 0
         elif reasons and is_new:
             self.counts.failures += 1
+            if self.counts.failures == 1:
+                self.counts.first_error = reasons[0]
             if self.counts.failures >= FAILURES:
-                return f"the job failed {FAILURES} times in a row at the same iteration; the last error: {reasons[0]}"
+                first, last = self.counts.first_error, reasons[0]
+                cause = f"the first error: {first}; " if first != last else ""
+                return f"the job failed {FAILURES} times in a row at the same iteration; {cause}the last error: {last}"
         return None
 
     def suspected(self, ranks: Collection[int]) -> int | None:

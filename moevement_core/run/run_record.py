@@ -218,7 +218,10 @@ class RunRecord:
         return list(_read_lines(self.metrics_path, line_complaint))
 
     def newest_metric(self) -> dict[str, Any] | None:
-        """Return the last whole line of ``metrics.jsonl`` without reading the whole file; None if there is none."""
+        """Return the last whole line of ``metrics.jsonl`` without reading the whole file; None if there is none.
+
+        A line that is not a line of metrics counts as none: a script may write to a file of the same name.
+        """
         if not self.metrics_path.exists():
             return None
         with self.metrics_path.open("rb") as file:
@@ -226,9 +229,10 @@ class RunRecord:
             lines = file.read().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
         try:
-            return dict(json.loads(whole[-1])) if whole else None
+            newest = json.loads(whole[-1]) if whole else None
         except ValueError:
             return None
+        return newest if isinstance(newest, dict) and line_complaint(newest) is None else None
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of ``events.jsonl`` in the order of writing.

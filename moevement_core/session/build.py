@@ -50,7 +50,12 @@ from moevement_core.strategies import Strategy
 from moevement_core.strategies.capabilities import LosesUpdates
 from moevement_core.topology.host_budget import allowed
 from moevement_core.topology.topology import connect
-from moevement_core.trainer.capabilities import SupportsCounts, SupportsExtraCapacity, SupportsPipeline
+from moevement_core.trainer.capabilities import (
+    SupportsCounts,
+    SupportsExtraCapacity,
+    SupportsPipeline,
+    refuse_without_progress,
+)
 from moevement_core.trainer.config import SessionConfig
 from moevement_core.trainer.interface import BindingInterface
 from moevement_core.util.numa import bind_to_device
@@ -96,6 +101,7 @@ def build_session(
     warn_of_copies(topology, reports)
     if joining is None:
         refuse_what_is_not_defined(binding, config.strategy)
+        refuse_without_progress(binding)
     may_use = allowed(config.budget, topology.nodes, topology.rank, is_bounded=not config.strategy.kind.selects_by_load)
     allowance = Allowance(may_use.nbytes)
 

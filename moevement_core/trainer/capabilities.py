@@ -328,6 +328,19 @@ def refuse_half_capabilities(binding: BindingInterface) -> None:
             )
 
 
+def refuse_without_progress(binding: BindingInterface) -> None:
+    """Refuse a binding whose boundary record lacks the number of its iteration. Every rank calls it at the start.
+
+    Raises:
+        ConfigError: the record has no entry ``progress`` with the iteration.
+    """
+    if "iteration" not in binding.boundary().get("progress", {}):
+        raise ConfigError(
+            f"{type(binding).__name__}.boundary() has no entry progress with the iteration; return "
+            '{"progress": {"iteration": self.iteration}, ...}, or in a subclass {**super().boundary(), ...}'
+        )
+
+
 # Answers of trainers without a capability
 
 

@@ -46,7 +46,7 @@ def refuse_other_shards(model: nn.Module) -> None:
         if id(parameter) not in of_fsdp:
             raise ConfigError(
                 f"parameter {name} is sharded, but not by fully_shard; TorchBinding knows no other shards: write a "
-                "Binding (docs/own_trainer.md)"
+                "Binding (docs/own_binding.md)"
             )
         has_shards = any(each.is_shard() for each in placements)
         if not has_shards or any(each.is_partial() for each in placements) or mesh.size() != dist.get_world_size():

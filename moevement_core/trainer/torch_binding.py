@@ -8,6 +8,7 @@ dimensions (HSDP), several ranks hold each shard.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections import defaultdict
@@ -17,6 +18,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,6 +65,12 @@ BUCKET = 1 << 23
 """Approximate number of gradient elements that ranks average in one collective."""
 SEEDS = 1 << 62
 """Number of seeds of random numbers."""
+FIRST_UPDATES = 3
+"""Number of the updates at the start, and after a failure, before which ranks compare their weights.
+
+The first update after a failure uses the learning rate of the snapshot, the second one a rate that the script has set,
+and the third comparison sees the difference.
+"""
 NO_NUMBER = -(1 << 62)
 """Number that is smaller than every digest and every negated digest."""
 
@@ -99,8 +107,7 @@ class TorchBinding(
             alone, and with ``loader`` also the batch.
         operators: operators of this rank; None: each element of the model's outermost ``nn.ModuleList`` is an operator,
             and so are the embeddings and the rest. Names must not depend on the rank.
-        local: parameters that no other rank holds, such as those of this rank's experts. In a replay, all operators of
-            this rank may be frozen at once; so call ``requires_grad_()`` on the input of the first layer.
+        local: parameters that no other rank holds, such as those of this rank's experts.
         counts: counters to which the model's routers add; None to order operators without popularity.
         clip_norm: largest norm of the gradients of all ranks together; None to leave gradients as they are.
         scheduler: schedule of the learning rate, an ``LRScheduler`` of the optimizer, or several; the binding steps
@@ -108,6 +115,10 @@ class TorchBinding(
         loader: loader of this rank's batches with ``state_dict`` and ``load_state_dict``, one batch for each iteration.
             Snapshots hold its state, so a replay draws the same batches again. Each rank may have other batches; a
             lost rank is therefore restored from its snapshots. Not for elastic jobs.
+        extra: objects with ``state_dict`` and ``load_state_dict`` that an update changes in addition, such as a moving
+            average of the weights. A step post hook of the optimizer may change them, and nothing outside of
+            ``compute_gradients`` and the optimizer's step. Each snapshot holds their whole state, and a rank may get it
+            from another one, so it must be equal on ranks with equal weights.
         seed: seed of the random numbers, which each rank draws anew in each iteration.
 
     Raises:
@@ -126,6 +137,7 @@ class TorchBinding(
         clip_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         loader: StatefulLoader | None = None,
+        extra: Iterable[Stateful] = (),
         seed: int = 0,
     ) -> None:
         _refuse(model)
@@ -144,8 +156,12 @@ class TorchBinding(
         held = [parameter for group in self._groups() for parameter in group["params"]]
         _refuse_unnamed(model, held, self._parts)
         self._trained = trained = [parameter for parameter in held if parameter.requires_grad]
+        self._extra = list(extra)
+        before = [copy.deepcopy(each.state_dict()) for each in self._extra]
         for each in self._optimizers:
             make_state(each)
+        for changed, state in zip(self._extra, before, strict=True):  # Hooks of the optimizer may have changed it.
+            changed.load_state_dict(state)
         is_local = {id(parameter) for parameter in local}
         self._local = [parameter for parameter in trained if id(parameter) in is_local]
         self._sharded = [parameter for parameter in trained if isinstance(parameter, DTensor)]
@@ -161,8 +177,10 @@ class TorchBinding(
         self._with_buffers = [
             each for each in model.named_modules() if any(True for _ in each[1].buffers(recurse=False))
         ]
-        self._frozen = frozenset[str]()
-        """Operators that compute no gradients in the iteration of a replay."""
+        self._frozen = frozenset[int]()
+        """Ids of the parameters that keep their values in the iteration of a replay."""
+        self._comparisons = 0
+        """Number of the next reductions before which ranks compare their weights."""
 
     # An iteration
 
@@ -171,34 +189,33 @@ class TorchBinding(
         """Compute the gradients of an iteration; the loop calls it before ``session.step``.
 
         Random numbers are a function of the binding's seed, the iteration and the rank.
+
+        Gradients of frozen operators are computed as well, and dropped. Without them a pass would be shorter, but
+        torch's operations may take another way then, with other bits: ``linear`` does, if its input is not contiguous.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._freeze(frozen)
+        idle = [each for name, _, parameters in self._parts if name in frozen for each in parameters]
+        self._frozen = frozenset(map(id, idle))
         self.model.zero_grad()
         seed = ((self._seed * 1_000_003 + iteration) * world + rank) % SEEDS
         torch.manual_seed(seed)
         batch = () if self._batches is None else (self._batches.batch(iteration),)
         torch.manual_seed(seed)  # whatever the loader has drawn, or has dropped after a left-out iteration
         losses = self._compute_gradients(iteration, *batch)
+        for parameter in idle:
+            parameter.grad = None
         named = losses if isinstance(losses, Mapping) else {"loss": losses}
         self.losses[iteration] = {name: loss.detach() for name, loss in named.items()}
-
-    def _freeze(self, frozen: frozenset[str]) -> None:
-        if frozen == self._frozen:
-            return
-        trained, self._frozen = {id(parameter) for parameter in self._trained}, frozen
-        for name, _, parameters in self._parts:
-            for parameter in parameters:
-                parameter.requires_grad_(name not in frozen and id(parameter) in trained)
 
     @override
     def reduce(self) -> dict[str, Any]:
         """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
         world, squares = dist.get_world_size(), torch.zeros(())
-        if self.iteration == 0:
+        if self.iteration < FIRST_UPDATES or self._comparisons:
+            self._comparisons = max(0, self._comparisons - 1)
             self._refuse_other_weights()
         for parameter in self._trained:  # A rank may have used a parameter that another rank has not.
-            if parameter.requires_grad and parameter.grad is None:
+            if id(parameter) not in self._frozen and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in self._buckets:
             # Parameters without a gradient stay in the bucket: the bits of a sum may depend on the position in it.
@@ -234,7 +251,7 @@ class TorchBinding(
         return {"norm": math.sqrt(float(squares) + of_local), **outcome}
 
     def _refuse_other_weights(self) -> None:
-        """Refuse to train if the ranks have built different weights.
+        """Refuse to train on if weights differ that the ranks have built, or have updated since a failure.
 
         Raises:
             ConfigError: a rank has other weights. Every rank raises it.
@@ -245,11 +262,18 @@ class TorchBinding(
             bounds = torch.full((2, dist.get_world_size()), NO_NUMBER, device=self._device)
             bounds[:, min(ranks)] = torch.tensor([number, -number])
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
-            if bool((bounds.sum(0) > 0).any()):
+            if not bool((bounds.sum(0) > 0).any()):
+                continue
+            if self.iteration == 0:
                 raise ConfigError(
                     "the ranks have built different weights; call torch.manual_seed with the same number on all of "
                     "them before you make the model"
                 )
+            raise ConfigError(
+                f"the ranks have different weights after the update of iteration {self.iteration}; an update must not "
+                "depend on the rank, and a replacement needs everything that it depends on: give TorchBinding the "
+                "learning rate's schedule as scheduler, and other state as extra"
+            )
 
     @override
     def update(self, outcome: Mapping[str, Any]) -> None:
@@ -270,6 +294,7 @@ class TorchBinding(
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         if "losses" in outcome:  # A replacement that took over newer state has not computed them.
             self._note_losses(until, outcome)
+        self._comparisons = FIRST_UPDATES
 
     def _step(self) -> None:
         for optimizer in self._optimizers:
@@ -327,6 +352,7 @@ class TorchBinding(
             "groups": groups, "schedules": [each.state_dict() for each in self._schedulers],
             "buffers": dict(self._buffers()),
             "progress": {"iteration": self.iteration},
+            "extra": [dict(each.state_dict()) for each in self._extra],
             **({} if self._batches is None else {"loader": self._batches.state()}),
         }  # fmt: skip
 
@@ -349,6 +375,8 @@ class TorchBinding(
             scheduler.load_state_dict(dict(saved))
         for name, buffer in self._buffers():
             buffer.copy_(boundary["buffers"][name])
+        for each, state in zip(self._extra, boundary["extra"], strict=True):
+            each.load_state_dict(dict(state))
         if self._batches is not None:
             self._batches.restore(boundary["loader"])
 
@@ -377,6 +405,7 @@ class TorchBinding(
     @override
     def regroup(self) -> None:
         use_new_groups(self.model)
+        self._comparisons = 0  # as on a replacement
 
     @override
     def clear_gradients(self) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from moevement_core import Binding
 from scripts import binding_table
 from tests.docs.commands import blocks
 from tests.training import ROOT
 
-PAGE = ROOT / "docs" / "own_trainer.md"
-EXAMPLES = [ROOT / "examples" / "plain_torch" / name for name in ("small.py", "own_binding.py")]
-"""Examples from which the page shows code, in the order of its blocks."""
+SHOWN = {"own_trainer.md": "small.py", "own_binding.md": "own_binding.py"}
+"""Example of which each page shows code."""
 
 
-def test_the_code_is_that_of_the_examples() -> None:
-    shown = [block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python"]
-    for block, example in zip(shown, EXAMPLES, strict=True):
-        of_example = {line.strip() for line in example.read_text(encoding="utf-8").splitlines()}
-        lines = [line.strip() for line in block.lines if line.strip()]
-        assert len(lines) > 7
-        assert not set(lines) - of_example
+@pytest.mark.parametrize(("page", "example"), SHOWN.items())
+def test_the_code_is_that_of_the_example(page: str, example: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (block,) = [block for block in blocks(text) if block.language == "python"]
+    of_example = {
+        line.strip() for line in (ROOT / "examples" / "plain_torch" / example).read_text(encoding="utf-8").splitlines()
+    }
+    lines = [line.strip() for line in block.lines if line.strip()]
+    assert len(lines) > 7
+    assert not set(lines) - of_example
 
 
 def test_an_example_with_experts_fits_on_a_page_and_a_half() -> None:
@@ -34,6 +38,6 @@ def test_the_reference_is_up_to_date() -> None:
 
 
 def test_the_guide_names_every_method_that_has_to_be_written() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "own_binding.md").read_text(encoding="utf-8")
     assert len(Binding.__abstractmethods__) == 8
     assert not {name for name in Binding.__abstractmethods__ if not re.search(rf"`{name}\(", text)}

@@ -47,8 +47,6 @@ class Model(nn.Module):
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        if not x.requires_grad:  # A replay may freeze the embedding.
-            x.requires_grad_()
         for layer in self.layers:
             x = x + layer(x)
         return self.head(x)

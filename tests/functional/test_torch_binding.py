@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moevement_cli.main import main
 from moevement_core.run.run_record import RunRecord
@@ -66,6 +67,78 @@ def loop(session):
 
 ft.train(make, ft.SessionConfig.from_args(args, has_experts=True), loop, "gloo", run_dir=args.run_dir, flags=vars(args))
 """
+
+WITH_AVERAGE = """
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import moevement_core as ft
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=30)
+parser.add_argument("--run-dir", type=Path)
+ft.add_session_flags(parser)
+args = parser.parse_args()
+WIDTH, WORDS = 32, 64
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
+        self.layers = nn.ModuleList(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(16), persistent=PERSISTENT)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, mask=self.mask)
+        return self.head(x)
+
+
+def make():
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+
+    def compute_gradients(iteration):
+        draws = torch.Generator().manual_seed(iteration)
+        text = torch.randint(WORDS, (4, 17), generator=draws).cumsum(1) % WORDS
+        own = text[dist.get_rank() :: dist.get_world_size()]
+        loss = nn.functional.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+        loss.backward()
+        return loss
+
+    binding = ft.TorchBinding(model, optimizer, compute_gradients, scheduler=schedule, extra=[average])
+    binding.average, binding.schedule = average, schedule
+    return binding
+
+
+def loop(session):
+    for iteration in ft.iterations(session, until=args.iterations):
+        session.binding.run(iteration)
+        session.step()
+        BESIDE
+    average = session.binding.average
+    assert int(average.n_averaged) == args.iterations, int(average.n_averaged)
+    torch.save(average.state_dict(), args.run_dir / f"average_{dist.get_rank()}.pt")
+
+
+config = ft.SessionConfig.from_args(args, has_experts=False)
+ft.train(make, config, loop, "gloo", run_dir=args.run_dir, flags=vars(args))
+"""
+"""Job of transformer layers with a moving average of the weights. A batch of two sequences is small enough that torch
+multiplies by another way if a weight requires no gradient."""
 
 WITH_LOADER = """
 import argparse
@@ -210,6 +283,35 @@ def test_parameters_are_divided_between_two_optimizers(recovery: str, tmp_path: 
     (lost,) = [event["recovery"] for event in record.events() if event["event"] == "failure"]
     assert lost["redone" if recovery == "redo" else "replayed"] > 0
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+
+
+@pytest.mark.parametrize(("recovery", "is_persistent"), [("replay", True), ("replay", False), ("redo", True)])
+def test_a_moving_average_of_the_weights_comes_back(recovery: str, is_persistent: bool, tmp_path: Path) -> None:
+    """Lose a rank of a job whose buffers are saved, so that it replays or redoes updates, and one without buffers."""
+    script = tmp_path / "average.py"
+    script.write_text(WITH_AVERAGE.replace("PERSISTENT", str(is_persistent)).replace("        BESIDE\n", ""))
+    train(tmp_path / "free", script, spares=0)
+    words = ("--moevement-window", "3", "--moevement-recovery", recovery, "--moevement-inject")
+    record = train(tmp_path / "killed", script, *words, "rank=0,iteration=14,phase=step", spares=1)
+    (lost,) = [event["recovery"] for event in record.events() if event["event"] == "failure"]
+    assert (lost["redone" if recovery == "redo" else "replayed"] > 0) == is_persistent
+    assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+    averages = [torch.load(tmp_path / job / f"average_{rank}.pt") for job in ("free", "killed") for rank in range(2)]
+    for average in averages[1:]:
+        assert all(torch.equal(average[name], value) for name, value in averages[0].items())
+
+
+def test_a_schedule_that_a_replacement_does_not_know_is_named(tmp_path: Path) -> None:
+    """Step a schedule beside the binding: a replacement begins it anew, so its first update is another one."""
+    script = tmp_path / "forgotten.py"
+    script.write_text(
+        WITH_AVERAGE.replace("PERSISTENT", "False").replace("scheduler=schedule, ", "")
+        .replace("BESIDE", "session.binding.schedule.step()")
+    )  # fmt: skip
+    words = ("--trainer", "torch", "--nproc", "2", "--spares", "1", str(script), "--run-dir", str(tmp_path / "run"))
+    code, out, err = finished(launch(*words, "--moevement-inject", "rank=0,iteration=14,phase=step"))
+    assert code == 1
+    assert re.search(r"\bdifferent weights\b.*\biteration 1\d\b.*\bscheduler\b", out + err)
 
 
 def test_ranks_that_have_built_different_weights_are_told_so(tmp_path: Path) -> None:

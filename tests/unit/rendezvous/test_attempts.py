@@ -62,3 +62,10 @@ def test_it_waits_longer_and_longer() -> None:
     assert waits[:2] == [0.0, 0.0]
     assert waits == sorted(waits)
     assert waits[-1] == 30.0
+
+
+def test_the_first_error_is_named_beside_the_last_one() -> None:
+    """After a failure with another state on each rank, every recovery fails for that reason; the first has the cause."""
+    attempts = Attempts()
+    reasons = [attempts.failed(generation, [], [f"error {generation}"]) for generation in range(FAILURES)]
+    assert re.search(rf"\berror 0\b.*\berror {FAILURES - 1}\b", str(reasons[-1]))

@@ -58,6 +58,9 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
     newest = run.newest_metric()
     assert newest is not None
     assert newest["iteration"] == 1000
+    with run.metrics_path.open("a") as file:
+        file.write('ss": 1.0}\n{"step": 3, "accuracy": 0.5}\n')
+    assert run.newest_metric() is None  # A script writes to a file of the same name.
 
 
 @pytest.mark.parametrize("first", [1, 2, 700, 1001])

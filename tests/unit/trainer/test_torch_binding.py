@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorKind
+from moevement_core.trainer.capabilities import refuse_without_progress
 from moevement_core.trainer.torch_binding import TorchBinding, make_state, operators_of
 
 
@@ -94,6 +97,32 @@ def test_state_that_exists_stays() -> None:
 def _of(module: nn.Module, **options: object) -> TorchBinding:
     optimizer = torch.optim.AdamW(module.parameters())
     return TorchBinding(module, optimizer, lambda iteration: torch.zeros(()), **options)  # type: ignore[arg-type]
+
+
+def test_a_moving_average_keeps_its_state_while_the_optimizer_s_is_created() -> None:
+    """Creating the optimizer's state makes a step, after which the hook adds the weights of that moment."""
+    module = model()
+    average = AveragedModel(module)
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(module))
+    binding = TorchBinding(module, optimizer, lambda iteration: torch.zeros(()), extra=[average])
+    assert int(average.n_averaged) == 0
+    saved = binding.boundary_copy()
+    optimizer.step()
+    assert int(average.n_averaged) == 1
+    binding.put_boundary(saved)
+    assert int(average.n_averaged) == 0
+
+
+def test_a_boundary_without_progress_is_refused() -> None:
+    class Nested(TorchBinding):
+        def boundary(self) -> dict[str, Any]:
+            return {"base": super().boundary()}
+
+    module = model()
+    binding = Nested(module, torch.optim.SGD(module.parameters()), lambda iteration: torch.zeros(()))
+    with pytest.raises(ConfigError, match=r"\bNested\b.*\bprogress\b.*\bsuper\b"):
+        refuse_without_progress(binding)
 
 
 def test_a_parameter_in_two_optimizers_is_refused() -> None:
