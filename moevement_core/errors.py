@@ -25,6 +25,10 @@ class CodeDiffers(ConfigError):
     """Error of a process that must not join a job because its code, flags or packages differ from the job's."""
 
 
+class MissingPackage(ConfigError):
+    """Error of a feature that needs a package of an extra, which is not installed; the message names the extra."""
+
+
 class FolderInUse(ConfigError):
     """Error of a job that was told to write to a folder that another job uses; it writes nothing there."""
 

@@ -25,6 +25,7 @@ from moevement_core.rendezvous.job_code import SCRIPT_ENV, packages, script_text
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.util.environment import PARENT_ENV
 from moevement_core.util.exit_codes import exit_cleanly
+from moevement_core.util.extras import is_installed
 from moevement_core.util.output import never_fails
 from moevement_core.util.variables import check_variables
 
@@ -71,6 +72,8 @@ class TrainerKind:
         if fresh_interpreters or self.uses_gpus():
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()
+        if is_installed("nvidia_resiliency_ext"):
+            import_module("moevement_core.restart.restarts")  # Jobs with spares import it.
         packages()  # Ranks forked from here inherit its cached result.
         # An earlier job in this process may have left objects with threads in reference cycles. A forked rank would
         # crash if it collected these objects.

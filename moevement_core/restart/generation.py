@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moevement_core.comms.tree import TreeGroup
 from moevement_core.rendezvous.drains import Departure
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import wait_until_held
-from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
+
+if TYPE_CHECKING:  # The guard needs nvidia-resiliency-ext, and jobs without spares run without it.
+    from moevement_core.restart.guard import Guard
 
 NOTICED_S = 2.0
 """Longest time in seconds from the death of a process until the job notices it.

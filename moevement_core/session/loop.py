@@ -36,7 +36,8 @@ from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation
-from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
+from moevement_core.restart.in_process import is_restarted_in_process, run_through_failures
+from moevement_core.restart.training import GuardSettings, Training
 from moevement_core.run.events import Ended, Restarted
 from moevement_core.saving.identity import JobNames, agree_on_names, job_name
 from moevement_core.saving.store_check import check_stores

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from moevement_core.device import visible_devices
 from moevement_core.restart.generation import generation, waiting_for_others
-from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
+from moevement_core.restart.in_process import run_through_failures
+from moevement_core.restart.training import GuardSettings, Training
 from moevement_core.util.environment import MEMBER_ENV
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}

@@ -14,7 +14,8 @@ from megatron.moevement.runtime.job import Process
 from moevement_core.device import visible_devices
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.restart.faults import Fault
-from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
+from moevement_core.restart.in_process import is_restarted_in_process, run_through_failures
+from moevement_core.restart.training import GuardSettings, Training
 
 
 def restart_in_process(

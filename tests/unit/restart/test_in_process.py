@@ -25,7 +25,8 @@ from moevement_core.rendezvous.store import connect_store
 from moevement_core.rendezvous.value_client import connect
 from moevement_core.rendezvous.values import Values, number_of
 from moevement_core.restart.generation import generation, vote
-from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
+from moevement_core.restart.in_process import run_through_failures
+from moevement_core.restart.training import GuardSettings, Training
 from moevement_core.trainer.commit import UpdateCommit
 from moevement_core.util.environment import MEMBER_ENV, STORE_ENV, SUPERVISOR_ENV
 from tests.harness import run_ranks
