@@ -12,4 +12,4 @@ FROM ${BASE}
 ARG PIP_NO_CACHE_DIR=1
 WORKDIR /opt/moevement
 COPY . .
-RUN scripts/install_in_container.sh report,tokenizers
+RUN scripts/install_in_container.sh megatron,report,restart,tokenizers

@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from moevement_cli.jobs import scenarios, scenarios_of
+from moevement_cli.examples import scenarios
+from moevement_cli.jobs import scenarios_of
 from moevement_cli.machines import copies_get
 from moevement_cli.plan import ListPresets, presets
 from moevement_cli.simulate import add_job

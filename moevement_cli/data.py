@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moevement_core.errors import ConfigError, DataError
+from moevement_core.util.extras import require
 from moevement_core.util.words import counted
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
@@ -51,6 +52,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def build(arguments: argparse.Namespace) -> int:
     """Build the token files and return the exit code."""
+    require("megatron.core", "moevement data build")
     from megatron.moevement.data.token_files import ByteTokenizer, FileTokenizer, Tokenizer, build_token_files
 
     prefix: Path = arguments.output

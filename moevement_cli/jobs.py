@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from moevement_cli.examples import EXAMPLES
+from moevement_cli.examples import SCENARIOS as SCENARIOS
+from moevement_cli.examples import scenario_path, scenarios
 from moevement_cli.machines import overridden, preset
 from moevement_cli.plan import config_path, input_of
 from moevement_core import precision
@@ -20,7 +20,6 @@ from moevement_core.simulator.failure_rate import mean_time_between_failures_s
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE
 
-SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0
 SHORTEST_H = 12.0
 FAILURES = 100
@@ -45,19 +44,6 @@ def scenarios_of(
     """
     _check_flags(arguments, needs)
     return [_with_flags(job, arguments) for name in names for job in _scenarios(name, arguments)]
-
-
-def scenario_path(name: str) -> Path | None:
-    """Return the scenario file that ``name`` means, as a path or as a preset. Return None if it means no scenario."""
-    for path in (Path(name), SCENARIOS / f"{name}.yaml"):
-        if path.is_file():
-            return path if scenario.is_scenario(path) else None
-    return None
-
-
-def scenarios() -> list[str]:
-    """Return the names of the scenarios that come with the installation."""
-    return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
 
 
 def _check_flags(arguments: argparse.Namespace, needs: Sequence[tuple[str, str]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.launching import config_file
+from moevement_core.util.extras import require
 from moevement_core.util.output import never_fails
 from moevement_core.util.variables import check_variables
 
@@ -110,6 +111,14 @@ def run(arguments: argparse.Namespace) -> int:
     trainer = {"torch": TORCH, "bridge": BRIDGE, "megatron": MEGATRON}[arguments.trainer]
     if arguments.megatron is not None:
         checkout.use(arguments.megatron)
+    if trainer is not TORCH:
+        require(
+            "megatron.core",
+            f"moevement launch {arguments.script}",
+            "give --trainer torch if the script has its own trainer",
+        )
+    if arguments.spares is not None:
+        require("nvidia_resiliency_ext", f"--spares {arguments.spares}", "leave --spares out")
     if trainer is MEGATRON and (which := checkout.passed_over(arguments.script)) is not None:
         print(f"moevement: {which}", flush=True)
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ

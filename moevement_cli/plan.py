@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_cli.examples import EXAMPLES
+from moevement_cli.examples import EXAMPLES, SCENARIOS, scenarios
 from moevement_cli.machines import add_machines, cluster_of, copies_get
 from moevement_cli.units import METAVAR, seconds
 from moevement_cli.waiting import waiting
@@ -25,11 +25,14 @@ from moevement_core.planning.alternatives import alternatives, bandwidth_for
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.planning.cluster import GB
 from moevement_core.planning.dense_plan import DensePlan, dense_plan
+from moevement_core.planning.job import JobShape
 from moevement_core.planning.planned_memory import PlannedMemory
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
 from moevement_core.replication.protection import protection_of
+from moevement_core.simulator import scenario
+from moevement_core.util.extras import is_installed, require
 from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 
 PRESETS = EXAMPLES / "pretrain_moe" / "configs"
@@ -123,10 +126,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     cluster = cluster_of(arguments)
     asked = precision.parse(arguments.regime) if arguments.regime else None
     protection = protection_of_plan(arguments)
-    with waiting(f"Megatron builds {path.stem} for {arguments.ranks} ranks, stage by stage, without memory"):
-        from megatron.moevement.describe import describe
-
-        job = describe(path.stem, ["--config", str(path), *arguments.flags], arguments.ranks)
+    job = _described(path, arguments)
     return PlanInput(
         job=job,
         cluster=cluster,
@@ -137,6 +137,24 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
         window=arguments.window,
         to_disk=arguments.windows_on_disk,
     )
+
+
+def _described(path: Path, arguments: argparse.Namespace) -> JobShape:
+    """Return the shape of the job, from Megatron or, without Megatron, from the scenario of the same name.
+
+    Raises:
+        MissingPackage: Megatron is not installed, and flags or a file of Megatron describe the job.
+    """
+    fields = SCENARIOS / path.name
+    if not is_installed("megatron.core") and path.parent == PRESETS and fields.is_file() and not arguments.flags:
+        print(f"moevement: without megatron-core, the sizes of {path.stem} come from the model in {fields.name}")
+        return scenario.load(fields, ranks=arguments.ranks).job
+    presets_without = ", ".join(name for name in presets() if name in scenarios())
+    require("megatron.core", f"moevement plan {arguments.model}", f"give one of {presets_without}, without its flags")
+    with waiting(f"Megatron builds {path.stem} for {arguments.ranks} ranks, stage by stage, without memory"):
+        from megatron.moevement.describe import describe
+
+        return describe(path.stem, ["--config", str(path), *arguments.flags], arguments.ranks)
 
 
 def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
+from moevement_core.util.extras import require
 
 SUFFIXES = (".png", ".svg", ".pdf")
 """Suffixes of the files that a figure can be written to."""
@@ -25,13 +26,13 @@ def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -
         rows: number of rows.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        MissingPackage: matplotlib is not installed.
+        ConfigError: the file cannot be written.
     """
     check_output("--plot", path, SUFFIXES)
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install the package with its report extra") from None
+    require("matplotlib", f"--plot {path}")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

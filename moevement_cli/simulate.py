@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from moevement_cli.jobs import SCENARIOS as SCENARIOS
-from moevement_cli.jobs import scenarios, scenarios_of
+from moevement_cli.examples import SCENARIOS as SCENARIOS
+from moevement_cli.examples import scenarios
+from moevement_cli.jobs import scenarios_of
 from moevement_cli.machines import add_machines
 from moevement_cli.outputs import check_output
 from moevement_cli.plan import ListPresets, presets

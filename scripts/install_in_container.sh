@@ -4,7 +4,7 @@
 # is a constraint, only what pyproject.toml asks for and the environment lacks is added, and in the end nothing may have
 # another version than before.
 #
-#   scripts/install_in_container.sh [--editable] [EXTRA,...]      extras of pyproject.toml
+#   scripts/install_in_container.sh [--editable] [EXTRA,...]      extras of pyproject.toml (default: megatron,restart)
 #
 # PYTHON names the interpreter (default: python3). The Dockerfile and scripts/bootstrap.sh run this, and
 # tests/packaging/test_container.py does what the Dockerfile says without Docker.
@@ -17,7 +17,7 @@ if [ "${1:-}" = --editable ]; then
     editable=(--editable)
     shift
 fi
-extras=${1:-}
+extras=${1-megatron,restart}
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -38,9 +38,12 @@ import re, sys, tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
+known = project["optional-dependencies"]
 pending, requirements = [extra for extra in sys.argv[1].split(",") if extra], list(project["dependencies"])
 while pending:
-    for requirement in project["optional-dependencies"][pending.pop()]:
+    if (extra := pending.pop()) not in known:
+        sys.exit(f"install_in_container: {extra}: no such extra; give some of {', '.join(known)}")
+    for requirement in known[extra]:
         own = re.fullmatch(re.escape(project["name"]) + r"\[(.*)\]", requirement)
         if own:
             pending += own[1].split(",")
@@ -52,11 +55,11 @@ PYTHON
 
 "$python" -c 'import torch' || fail "$python has no torch; this is for environments that bring their own (make setup makes one that does not)"
 installed >"$work/before"
-requirements >"$work/requirements"
+requirements >"$work/requirements" || exit 2
 
 # Its other requirements are those of services that nothing here uses. Its wheels are tagged for glibc 2.39, and its
 # Python modules run on older ones; pip takes another platform's wheel only into a folder that is named.
-if ! grep -qi '^nvidia[-_.]resiliency[-_.]ext==' "$work/before"; then
+if grep -q '^nvidia-resiliency-ext' "$work/requirements" && ! grep -qi '^nvidia[-_.]resiliency[-_.]ext==' "$work/before"; then
     "$python" -m pip install --quiet --no-deps --only-binary=:all: --platform "manylinux_2_39_$(uname -m)" \
         --target "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
         --requirement requirements/nvidia-resiliency-ext.txt
@@ -74,4 +77,7 @@ grep -v '^nvidia-resiliency-ext' "$work/requirements" >"$work/missing"
 installed >"$work/after"
 changed=$(comm -23 "$work/before" "$work/after")
 [ -z "$changed" ] || fail "the environment's own packages were changed: ${changed//$'\n'/ }"
-"$python" -c 'import megatron.core, megatron.moevement, moevement_core, moevement_cli, nvidia_resiliency_ext'
+modules=(megatron.moevement moevement_core moevement_cli)
+! grep -q '^megatron-core' "$work/requirements" || modules+=(megatron.core)
+! grep -q '^nvidia-resiliency-ext' "$work/requirements" || modules+=(nvidia_resiliency_ext)
+"$python" -c "import $(IFS=,; echo "${modules[*]}")"
