@@ -19,6 +19,7 @@ from typing import Any
 from megatron.moevement import platform
 from megatron.moevement.patches import Body, around, check_names, replace
 from megatron.moevement.runtime.job import Process
+from moevement_core.util.extras import is_installed
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _save_points() -> Iterator[Point]:
         ("megatron.training.initialize",), "init_persistent_async_worker",
         "an interruption during the start would leave a process that nothing ends", (dense_save.run_uninterrupted,),
     )  # fmt: skip
-    for writer in saves.WRITERS:
+    for writer in filter(is_installed, saves.WRITERS):
         yield Point(
             (writer,), "get_write_results_queue",
             "the server of the queue imports the training script; if its start is interrupted, nothing ends it",

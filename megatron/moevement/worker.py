@@ -16,6 +16,7 @@ from importlib import import_module
 
 from moevement_core.launching.worker import TrainerKind, code_of, end_groups, run_script
 from moevement_core.rendezvous.job_code import SCRIPT_ENV
+from moevement_core.util.extras import require
 
 
 def run_rank(argv: list[str]) -> None:
@@ -50,6 +51,7 @@ def _uses_gpus() -> bool:
 
 
 def _refuse(argv: Sequence[str], ranks: int) -> None:
+    require("megatron.core", argv[0])
     from megatron.moevement.preflight.early import refuse_early
 
     refuse_early(argv, ranks)

@@ -32,6 +32,20 @@ def source_copy(folder: Path) -> Path:
     return folder
 
 
+def build(source: Path, folder: Path, *options: str) -> list[Path]:
+    """Build distributions of the sources in a folder, as `make dist` does; return their paths in the order of names.
+
+    Args:
+        source: folder of the sources; setuptools writes beside them.
+        folder: folder for the results.
+        options: options of `python -m build`; without any, it builds the source archive, and from that the wheel.
+    """
+    words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), *options, str(source)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return sorted(folder.iterdir())
+
+
 class Environment:
     """Virtual environment outside of every checkout."""
 
@@ -48,12 +62,30 @@ class Environment:
 
     def run(self, *words: str, timeout_s: float = 200) -> str:
         """Run a command of this environment outside of every checkout; return what it prints."""
-        ended = subprocess.run(
+        ended = self.attempt(*words, timeout_s=timeout_s)
+        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+    def attempt(self, *words: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
+        """Run a command like :meth:`run`, also one that fails; return its exit code and output."""
+        return subprocess.run(
             [str(self.bin / words[0]), *words[1:]], cwd=self.folder, env=self.variables(),
             capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
-        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-        return ended.stdout
+
+    def install(self, *words: str) -> None:
+        """Run `pip install` for this environment, with pip of the environment that tests run in.
+
+        Nothing is compiled: borrowed folders are links, so compiled files would land in the other environment.
+        """
+        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-compile"]
+        ended = subprocess.run([*pip, *words], cwd=self.folder, capture_output=True, text=True, timeout=280)
+        assert ended.returncode == 0, ended.stderr
+
+    def lacks(self, *modules: str) -> bool:
+        """Return True if none of the modules can be imported."""
+        ask = "import sys; from moevement_core.util.extras import is_installed as has; print(*map(has, sys.argv[1:]))"
+        return set(self.run("python", "-c", ask, *modules).split()) == {"False"}
 
     def borrow(self, distribution: str) -> None:
         """Link a distribution, and all that it requires, from the environment that tests run in."""
