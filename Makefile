@@ -9,7 +9,7 @@ REPORTS ?= runs/tests
 PYTEST = $(PYTHON_BIN) -m pytest
 
 .PHONY: help setup demo test test-packaging test-cluster test-full durations check-durations lint format lock docs \
-    bench clean
+    dist bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -74,6 +74,9 @@ docs: setup ## all pages as a site in site/; a link that leads nowhere is an err
 lock: setup ## resolve requirements/requirements.in into the lock file
 	@.venv/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --no-header --no-annotate \
 	    requirements/requirements.in --output-file requirements/lock.txt
+
+dist: setup ## build wheel and source archive into dist/; equal sources give equal bytes
+	@$(PYTHON_BIN) -m build --no-isolation --outdir dist .
 
 bench: setup ## startup, iteration time and memory of the laptop preset
 	@$(PYTHON_BIN) -m benchmarks.laptop

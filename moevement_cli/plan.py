@@ -149,8 +149,8 @@ def _described(path: Path, arguments: argparse.Namespace) -> JobShape:
     if not is_installed("megatron.core") and path.parent == PRESETS and fields.is_file() and not arguments.flags:
         print(f"moevement: without megatron-core, the sizes of {path.stem} come from the model in {fields.name}")
         return scenario.load(fields, ranks=arguments.ranks).job
-    presets_without = ", ".join(name for name in presets() if name in scenarios())
-    require("megatron.core", f"moevement plan {arguments.model}", f"give one of {presets_without}, without its flags")
+    known = ", ".join(name for name in presets() if name in scenarios())
+    require("megatron.core", f"moevement plan {arguments.model}", f"give one of {known}, without its flags")
     with waiting(f"Megatron builds {path.stem} for {arguments.ranks} ranks, stage by stage, without memory"):
         from megatron.moevement.describe import describe
 

@@ -38,5 +38,5 @@ def require(module: str, feature: str, otherwise: str = "") -> None:
     distribution, extra = _EXTRAS[module]
     raise MissingPackage(
         f"{feature}: needs {distribution}, which is not installed; install this project with its extra {extra} "
-        f"(docs/support.md)" + (f", or {otherwise}" if otherwise else "")
+        f"(docs/install.md)" + (f", or {otherwise}" if otherwise else "")
     )

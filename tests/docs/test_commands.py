@@ -72,6 +72,7 @@ ELSEWHERE = {
     r"moevement data build .*": "tests/unit/megatron/test_token_files.py::test_the_command",
     r"moevement drill.*": "tests/functional/test_drill.py::test_two_ranks",
     r"python -m tests\.simulation .*": "tests/unit/harness/test_simulation.py",
+    r"make dist": "tests/packaging/test_distributions.py::test_two_builds_give_equal_bytes",
     r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
 }  # fmt: skip
 """Patterns of commands that are too slow for this file, with the test that runs the same command."""

@@ -65,7 +65,7 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def with_restart(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Return an environment with the requirements of the extra, as docs/support.md installs them on an older glibc."""
+    """Return an environment with the requirements of the extra, as docs/install.md installs them on an older glibc."""
     environment = installed(wheel, tmp_path_factory.mktemp("restart"))
     environment.install("defusedxml", "httpx", "packaging")
     environment.install(
@@ -176,6 +176,6 @@ def test_scripts_of_users_are_checked_against_its_types(core: Environment) -> No
         cwd=core.folder, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     lines = {number for number, line in enumerate(USES.splitlines(), 1) if "last" in line or "config" in line}
-    found = [line for line in checked.stdout.splitlines() if ": error: " in line]
-    assert {int(line.split(":")[1]) for line in found if line.startswith("uses.py:")} == lines, checked.stdout
-    assert len(found) == len(lines), checked.stdout
+    errors = [line for line in checked.stdout.splitlines() if ": error: " in line]
+    assert {int(line.split(":")[1]) for line in errors if line.startswith("uses.py:")} == lines, checked.stdout
+    assert len(errors) == len(lines), checked.stdout
