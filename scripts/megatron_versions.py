@@ -76,8 +76,9 @@ def look() -> Differences:
             differences[name] = "is not there"
             continue
         here = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
-        if ", ".join(here) != pinned:
-            differences[name] = _changed(pinned, here)
+        versions = pinned if isinstance(pinned, list) else [pinned]  # The versions of torch, oldest first.
+        if ", ".join(here) not in versions:
+            differences[name] = _changed(versions[0], here)
     for module, names in LOOKED_UP.items():
         try:
             words = set(re.findall(r"\w+", inspect.getsource(import_module(module))))

@@ -24,22 +24,18 @@ from moevement_core.errors import ConfigError
 from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.trainer.recut import WholeTensors
 
-NEEDED = "reset_iter_state"
-"""Public method of FSDP2, new in torch 2.13, that drops the remains of an interrupted pass."""
+TESTED = "2.13.0 and 2.15.0"
+"""Versions of torch with which tests have trained and recovered sharded models."""
 
 
 def refuse_other_shards(model: nn.Module) -> None:
     """Refuse sharded parameters other than those of ``fully_shard`` over all ranks of the job.
 
     Raises:
-        ConfigError: a parameter is sharded in another way, a module makes process groups, or torch is too old.
+        ConfigError: a parameter is sharded in another way, FSDP reduces gradients in a group of its own, or this
+            version of torch lacks a name that this module uses.
     """
     sharded = [(name, each) for name, each in model.named_parameters() if isinstance(each, DTensor)]
-    if sharded and not hasattr(FSDPModule, NEEDED):
-        raise ConfigError(
-            f"torch {torch.__version__} has no FSDPModule.{NEEDED}, so FSDP2 cannot go on after a failure; needs torch "
-            "2.13 or newer"
-        )
     of_fsdp = {id(each) for root in roots(model) for each in root.parameters()}  # type: ignore[attr-defined]
     for name, parameter in sharded:
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -55,11 +51,41 @@ def refuse_other_shards(model: nn.Module) -> None:
                 f"shards on a mesh of all {dist.get_world_size()} ranks, which may hold several copies of each shard: "
                 "give fully_shard such a mesh, or leave out mesh"
             )
-    for info in _mesh_infos(model):
-        if getattr(info, "reduce_scatter_process_group", None) is not None:
+    for root in roots(model):
+        _check_names(root)
+
+
+def used_names(root: FSDPModule) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield the objects of FSDP that this module works on, each with the names that it uses there.
+
+    Most names are private to torch. A renamed field would otherwise be noticed only after a failure, or never, because
+    Python lets this module set a field that nothing reads.
+    """
+    yield root, ("_get_fsdp_state", "reset_iter_state")  # The second name is public, and new in torch 2.13.
+    state = root._get_fsdp_state()
+    yield state, ("_fsdp_param_groups", "_lazy_init", "_state_ctx")
+    yield state._state_ctx, ("all_states",)
+    for group in state._fsdp_param_groups:
+        yield group, ("_all_gather_result", "fsdp_params", "mesh_info", "post_forward_mesh_info")
+        yield group.mesh_info, ("mesh", "replicate_mesh_dim", "shard_mesh_dim", "shard_process_group")
+        for each in group.fsdp_params:
+            yield type(each), ("unsharded_param",)  # The property raises an error until the first pass.
+
+
+def _check_names(root: FSDPModule) -> None:
+    for owner, names in used_names(root):
+        for name in names:
+            if not hasattr(owner, name):
+                kind = owner if isinstance(owner, type) else type(owner)
+                raise ConfigError(
+                    f"{kind.__name__} of torch {torch.__version__} has no {name}, so FSDP2 cannot continue after a "
+                    f"failure; use torch {TESTED}, which are tested"
+                )
+    for group in root._get_fsdp_state()._fsdp_param_groups:
+        if getattr(group.mesh_info, "reduce_scatter_process_group", None) is not None:
             raise ConfigError(
-                "set_separate_reduce_scatter_group makes a process group, and a replacement makes its model alone; "
-                "leave the call out"
+                "FSDP reduces gradients in a process group of its own, which a replacement could not make alone; leave "
+                "out set_separate_reduce_scatter_group"
             )
 
 
@@ -90,7 +116,9 @@ def forget_pass(model: nn.Module) -> None:
                 # The reset would wait for this gather, whose process group is gone.
                 group._all_gather_result = None
                 for each in group.fsdp_params:
-                    each.unsharded_accumulated_grad = None
+                    # Torch 2.13 accumulates gradients in this field; in torch 2.15 it is a property without a setter.
+                    if "unsharded_accumulated_grad" in vars(each):
+                        each.unsharded_accumulated_grad = None
                     if hasattr(each, "_unsharded_param"):
                         each.unsharded_param.grad = None
         root.reset_iter_state()

@@ -94,11 +94,11 @@ def sharing_gathers(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> 
     """
     original, answers = dist.all_gather_object, iter(kept)
 
-    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, **options: Any) -> None:
         if kept:
             object_list[:] = next(answers)
         else:
-            original(object_list, obj, group)
+            original(object_list, obj, group, **options)
         record.append(list(object_list))
 
     replace_for_a_while(undo, dist, "all_gather_object", all_gather_object)

@@ -1,7 +1,8 @@
-"""Shards that ``TorchBinding`` does not know are refused, and elements of a shard have their place in the whole."""
+"""Names of FSDP that the binding uses exist, unknown shards are refused, and elements of a shard have their place."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,7 +18,8 @@ from moevement_core.elastic.layout import RankLayout
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
-from moevement_core.trainer.fsdp import ShardedRows, holders, refuse_other_shards, roots
+from moevement_core.trainer import fsdp
+from moevement_core.trainer.fsdp import ShardedRows, forget_pass, holders, refuse_other_shards, roots, used_names
 from moevement_core.trainer.torch_binding import make_state
 
 
@@ -58,15 +60,6 @@ def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_a_module_that_makes_a_process_group_is_refused(one_rank: None) -> None:
-    model = nn.Linear(4, 4)
-    sharded = fully_shard(model)
-    refuse_other_shards(model)
-    sharded.set_separate_reduce_scatter_group()
-    with pytest.raises(ConfigError, match=r"\bset_separate_reduce_scatter_group\b"):
-        refuse_other_shards(model)
-
-
 def test_ranks_in_one_column_of_the_mesh_hold_equal_shards() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=6)
     try:
@@ -76,6 +69,52 @@ def test_ranks_in_one_column_of_the_mesh_hold_equal_shards() -> None:
         assert holders(nn.Parameter(torch.zeros(1))) == set(range(6))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_name_that_this_version_of_torch_lacks_is_refused(one_rank: None) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    refuse_other_shards(model)
+    del model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_result
+    with pytest.raises(ConfigError, match=r"\bFSDPParamGroup\b.*\b_all_gather_result\b"):
+        refuse_other_shards(model)
+
+
+def test_a_separate_group_for_reductions_is_refused(one_rank: None) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_separate_reduce_scatter_group()
+    with pytest.raises(ConfigError, match=r"\bset_separate_reduce_scatter_group\b"):
+        refuse_other_shards(model)
+    model.set_separate_reduce_scatter_group(False)
+    refuse_other_shards(model)
+
+
+def test_every_private_name_is_checked(one_rank: None) -> None:
+    """The unsharded parameter appears with the first pass, so its field is looked up after a pass instead."""
+    model = fully_shard(nn.Linear(4, 4))
+    checked = {name for root in roots(model) for _, names in used_names(root) for name in names}
+    attributes = (
+        node for node in ast.walk(ast.parse(Path(fsdp.__file__).read_text())) if isinstance(node, ast.Attribute)
+    )
+    private = {node.attr for node in attributes if node.attr.startswith("_") and not node.attr.startswith("__")}
+    assert private - {"_shapes"} <= checked
+    model(torch.ones(1, 4)).sum().backward()
+    for parameter in model._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
+        assert hasattr(parameter, "_unsharded_param")
+
+
+def test_the_remains_of_an_interrupted_pass_are_dropped(one_rank: None) -> None:
+    """A gradient in another dtype than the parameter is accumulated apart from ``grad``, as in mixed precision."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    forget_pass(model)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    again = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    again(torch.ones(1, 4)).sum().backward()
+    for left, right in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(left.grad.full_tensor(), right.grad.full_tensor())
 
 
 @pytest.mark.parametrize(("rank", "world", "begin"), [(0, 2, 0), (1, 2, 15), (3, 4, 25), (7, 8, 25)])
