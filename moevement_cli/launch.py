@@ -117,10 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"moevement launch {arguments.script}",
             "give --trainer torch if the script has its own trainer",
         )
+        checkout.note_checkout()
     if arguments.spares is not None:
         require("nvidia_resiliency_ext", f"--spares {arguments.spares}", "leave --spares out")
-    if trainer is MEGATRON and (which := checkout.passed_over(arguments.script)) is not None:
-        print(f"moevement: {which}", flush=True)
+    if trainer is not TORCH:
+        for note in (checkout.untested(), checkout.passed_over(arguments.script) if trainer is MEGATRON else None):
+            if note is not None:
+                print(f"moevement: {note}", flush=True)
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
         variables = (slurm if trainer is TORCH else megatrons).read_variables()

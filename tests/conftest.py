@@ -22,10 +22,24 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     Path(os.environ[FOLDER_ENV]).mkdir()
 os.environ["MOEVEMENT_PLATFORM"] = "cpu"
 
-from megatron.moevement import platform
+from megatron.moevement import checkout, platform
 from moevement_core import log
 
-platform.install()
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--megatron", type=Path, metavar="DIR", help="test with this checkout of Megatron-LM, not with megatron-core"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the Megatron of this process, and of all processes that tests start, before a test module imports it."""
+    if (folder := config.getoption("--megatron")) is not None:
+        checkout.use(folder)
+        checkout.note_checkout()
+    platform.install()
+
+
 # The logger does not propagate, so pytest captures its output only if it is configured before the test begins.
 log.get()
 

@@ -13,8 +13,14 @@ from importlib import metadata
 from pathlib import Path
 
 from moevement_core.errors import ConfigError
+from moevement_core.util.environment import MEGATRON_ENV
+from moevement_core.util.versions import revision_of, versions
 
 _CORE = "megatron.core"
+TESTED_VERSION = "0.19.2"
+"""Version of megatron-core with which all tests run."""
+TESTED_REVISION = "d98e8a64ddf3"
+"""Revision of Megatron-LM's main branch (2026-08-22, version 0.20.0) with which tests of each kind have run."""
 
 
 def use(checkout: Path) -> None:
@@ -45,6 +51,35 @@ def use(checkout: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def note_checkout() -> None:
+    """Note a checkout on the path, for records, for this process and for processes that it starts.
+
+    The path has a checkout after :func:`use`, or if PYTHONPATH names one.
+    """
+    where = folder()
+    if where is None or where == _installed():
+        os.environ.pop(MEGATRON_ENV, None)
+    else:
+        os.environ[MEGATRON_ENV] = str(where)
+
+
+def untested() -> str | None:
+    """Return a note if no test has run with the Megatron of this process; None otherwise. Call after `note_checkout`.
+
+    Names and signatures that this project uses are checked when a process imports Megatron, with any version.
+    """
+    version, checkout = versions().get("megatron-core"), os.environ.get(MEGATRON_ENV)
+    if version is None or (version if checkout is None else revision_of(Path(checkout))) in (
+        TESTED_VERSION,
+        TESTED_REVISION,
+    ):
+        return None
+    return (
+        f"training with megatron-core {version}, which is untested; tests have run with megatron-core {TESTED_VERSION} "
+        f"and with revision {TESTED_REVISION} of Megatron-LM's main branch (docs/megatron_versions.md)"
+    )
+
+
 def folder() -> Path | None:
     """Return the folder that has the ``megatron/core`` of this process; None if ``megatron.core`` is not installed."""
     spec = importlib.util.find_spec(_CORE)
@@ -64,6 +99,14 @@ def passed_over(script: str) -> str | None:
 
 def _named() -> str:
     where = folder()
-    if where is not None and where == Path(str(metadata.distribution("megatron-core").locate_file(""))).resolve():
+    if where is not None and where == _installed():
         return f"the installed megatron-core {metadata.version('megatron-core')}"
     return str(where)
+
+
+def _installed() -> Path | None:
+    """Return the folder of the installed packages that has ``megatron/core``; None if it is not installed."""
+    try:
+        return Path(str(metadata.distribution("megatron-core").locate_file(""))).resolve()
+    except metadata.PackageNotFoundError:
+        return None

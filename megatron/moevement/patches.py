@@ -196,7 +196,7 @@ def check_names() -> None:
         if missing := [name for name in names if name not in words]:
             raise PatchError(
                 f"{path} has no {', '.join(missing)}, which megatron/moevement looks up; this version of Megatron has "
-                "renamed it; use megatron-core 0.19.x"
+                "renamed it; use megatron-core 0.19.x, or a revision that is tested (docs/megatron_versions.md)"
             )
 
 

@@ -21,6 +21,7 @@ import xxhash
 
 from moevement_core.errors import CodeDiffers, ExchangeError
 from moevement_core.rendezvous.values import JobValues
+from moevement_core.util.environment import MEGATRON_ENV
 from moevement_core.util.memory_file import MemoryFile
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
@@ -166,7 +167,7 @@ def packages() -> dict[str, str]:
     """Return versions of the packages on which computed results depend, and digests of this project's packages.
 
     The function reads all sources of this project, about 2 MB, and caches the result. Ranks that are forked later from
-    this process inherit the result.
+    this process inherit the result. The sources of a checkout of Megatron-LM, about 15 MB, replace its version.
     """
     versions = {}
     for name in PACKAGES:
@@ -178,6 +179,12 @@ def packages() -> dict[str, str]:
         if (module := sys.modules.get(name)) is not None:
             folder = Path(next(iter(module.__path__)))
             versions[name] = _digest_of_files(sorted(folder.rglob("*.py")))
+    if checkout := os.environ.get(MEGATRON_ENV):
+        versions["megatron-core"] = _digest_of_files(
+            path
+            for package in ("core", "training")
+            for path in sorted((Path(checkout) / "megatron" / package).rglob("*.py"))
+        )
     return versions
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.moevement import checkout
 from moevement_core.errors import ConfigError
+from moevement_core.util.environment import MEGATRON_ENV
 
 
 def _checkout(tmp_path: Path) -> Path:
@@ -25,7 +26,7 @@ def test_a_megatron_beside_the_script_is_not_passed_over_in_silence(tmp_path: Pa
     script = str(_checkout(tmp_path) / "pretrain_gpt.py")
     message = checkout.passed_over(script)
     assert message is not None
-    assert "megatron-core 0.19" in message
+    assert os.environ.get(MEGATRON_ENV, "megatron-core 0.19") in message
     assert f"--megatron {tmp_path}" in message
     (tmp_path / "elsewhere").mkdir()
     assert checkout.passed_over(str(tmp_path / "elsewhere" / "pretrain_gpt.py")) is None
@@ -40,6 +41,29 @@ def test_a_checkout_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
         f"assert checkout.passed_over({str(folder / 'pretrain_gpt.py')!r}) is None\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
+
+
+def test_a_checkout_that_no_test_has_run_with_is_noted(tmp_path: Path) -> None:
+    """The note names the version and the folder; the installed version has no note and leaves no variable."""
+    folder = _checkout(tmp_path)
+    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 7\nMINOR = 8\nPATCH = 9\n")
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom megatron.moevement import checkout\n"
+        f"os.environ[{MEGATRON_ENV!r}] = 'before'\n"
+        "checkout.note_checkout()\n"
+        f"assert {MEGATRON_ENV!r} not in os.environ\n"
+        "assert checkout.untested() is None\n"
+        f"checkout.use(Path({str(folder)!r}))\n"
+        "checkout.note_checkout()\n"
+        f"assert os.environ[{MEGATRON_ENV!r}] == {str(folder)!r}\n"
+        "print(checkout.untested())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    root = Path(checkout.__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    note = subprocess.run(command, check=True, cwd=root, env=environment, capture_output=True, text=True).stdout
+    for part in ("7.8.9", str(folder), checkout.TESTED_VERSION, checkout.TESTED_REVISION):
+        assert part in note
 
 
 @pytest.mark.parametrize(

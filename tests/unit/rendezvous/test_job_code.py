@@ -11,6 +11,7 @@ from moevement_core.errors import CodeDiffers
 from moevement_core.rendezvous import job_code
 from moevement_core.rendezvous.job_code import SCRIPT_ENV, JobCode, KeptScript, join_with_same_code, script_text
 from moevement_core.rendezvous.values import Values
+from moevement_core.util.environment import MEGATRON_ENV
 from tests.values import LocalValues
 
 
@@ -87,3 +88,18 @@ def test_modules_and_packages_that_both_have_are_compared() -> None:
         {"torch": "2.13"},
     ):
         assert len(JobCode("s", {}, {}, packages).differences(job)) == 1
+
+
+def test_the_sources_of_a_checkout_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "model.py").write_text("layers = 1")
+    monkeypatch.delenv(MEGATRON_ENV, raising=False)
+    installed = job_code.packages.__wrapped__()
+    monkeypatch.setenv(MEGATRON_ENV, str(tmp_path))
+    before = job_code.packages.__wrapped__()
+    assert installed.keys() == before.keys()
+    (core / "model.py").write_text("layers = 2")
+    after = job_code.packages.__wrapped__()
+    assert {name for name in before if before[name] != after[name]} == {"megatron-core"}
+    assert installed["megatron-core"] != before["megatron-core"]
