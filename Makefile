@@ -8,8 +8,8 @@ NPROC ?= 4
 REPORTS ?= runs/tests
 PYTEST = $(PYTHON_BIN) -m pytest
 
-.PHONY: help setup demo test test-packaging test-cluster test-full durations check-durations lint format lock docs \
-    dist bench clean
+.PHONY: help setup demo test test-with test-packaging test-cluster test-full durations check-durations lint format lock \
+    docs dist bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,6 +42,17 @@ WORKERS ?= auto
 test: setup ## the tests that CI runs: one representative of each kind
 	@mkdir -p $(REPORTS)
 	@$(PYTEST) -n $(WORKERS) --dist worksteal --junitxml=$(REPORTS)/tests.xml
+
+# An environment of its own beside .venv, so that .venv keeps the pinned torch.
+TORCH ?=
+MEGATRON ?=
+TESTS ?= tests
+WITH = .venv$(addprefix .torch-,$(TORCH))
+
+test-with: ## run TESTS with another torch or Megatron-LM: make test-with TORCH=2.15.0 MEGATRON=CHECKOUT TESTS=tests/unit
+	@VENV=$(WITH) scripts/bootstrap.sh
+	@$(if $(TORCH),$(WITH)/bin/uv pip install --quiet --python $(WITH)/bin/python torch==$(TORCH))
+	@$(WITH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --megatron=,$(MEGATRON)) $(TESTS)
 
 test-packaging: setup ## what builds (kernels, wheel, the container's environment, site), and what starts many fresh interpreters
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "builds and not full" --durations=12

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv with everything this project needs; quick when nothing changed. Called by the Makefile.
+# Make .venv with everything this project needs; quick when nothing changed. Called by the Makefile. VENV names another
+# folder.
 #
 # On NVIDIA's PyTorch container the environment sees the container's packages, and the container's torch, Transformer
 # Engine, nvidia-resiliency-ext and friends are pinned to what is there, so nothing of them is ever replaced.
@@ -7,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 UV_VERSION=0.13.8
-venv=.venv
+venv=${VENV:-.venv}
 stamp=$venv/.installed
 wanted=$(cat requirements/*.txt pyproject.toml setup.py scripts/{bootstrap,install_in_container}.sh | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null && exit 0

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement import platform
+from megatron.moevement import checkout, platform
 from megatron.moevement.patches import Body, around, check_names, replace
 from megatron.moevement.runtime.job import Process
 from moevement_core.util.extras import is_installed
@@ -224,7 +225,8 @@ def _data_points() -> Iterator[Point]:
 
     yield Point(
         ("megatron.core.datasets.utils",), "compile_helpers",
-        "Megatron runs a makefile; the wheel has none, but has the compiled helpers", (_compile_unless_compiled,),
+        "Megatron runs a makefile that the wheel does not have, and that may find another Python in a checkout",
+        (_compile_unless_compiled,),
     )  # fmt: skip
     yield Point(
         (_TRAINING,), "build_train_valid_test_datasets",
@@ -347,7 +349,7 @@ def _resolve(path: str) -> Any:
 def _compile_unless_compiled(original: Callable[[], None]) -> None:
     from megatron.core.datasets import utils
 
-    if Path(utils.__file__).with_name("Makefile").exists():
-        original()
-    else:
+    with suppress(ImportError):
         import_module("megatron.core.datasets.helpers_cpp")
+        return
+    checkout.compile_helpers(Path(utils.__file__).parent)

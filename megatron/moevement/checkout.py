@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -78,6 +80,43 @@ def untested() -> str | None:
         f"training with megatron-core {version}, which is untested; tests have run with megatron-core {TESTED_VERSION} "
         f"and with revision {TESTED_REVISION} of Megatron-LM's main branch (docs/megatron_versions.md)"
     )
+
+
+def compile_helpers(folder: Path) -> None:
+    """Compile ``helpers.cpp`` of Megatron's data sets for this Python, with the pybind11 that torch contains.
+
+    A checkout has the source only. Several ranks may compile at once; each puts a complete file in place.
+
+    Args:
+        folder: folder ``megatron/core/datasets``, in which the compiled module is put.
+
+    Raises:
+        ConfigError: there is no compiler, it fails, or the folder is read-only.
+    """
+    import torch
+
+    headers = (sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include"))
+    module = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    unfinished = module.with_name(f".{module.name}.{os.getpid()}")
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-O3",
+        "-shared",
+        "-std=c++17",
+        "-fPIC",
+        *(f"-I{each}" for each in headers),
+    ]
+    try:
+        subprocess.run(
+            [*command, str(folder / "helpers.cpp"), "-o", str(unfinished)], check=True, capture_output=True, text=True
+        )
+        unfinished.replace(module)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        raise ConfigError(
+            f"{folder}/helpers.cpp cannot be compiled: {reason}; install a C++ compiler, or run make in {folder}"
+        ) from None
+    importlib.invalidate_caches()  # The import system has listed the folder without the module.
 
 
 def folder() -> Path | None:

@@ -241,3 +241,18 @@ def test_clean_leaves_runs_of_a_users_own(tmp_path: Path) -> None:
     subprocess.run(["make", "-f", str(ROOT / "Makefile"), "clean"], cwd=tmp_path, check=True, capture_output=True)
     assert not [folder for folder in created if folder.exists()]
     assert [folder for folder in own if folder.exists()] == own
+
+
+def test_other_versions_have_an_environment_of_their_own() -> None:
+    command = ["make", "--dry-run", "test-with", "TORCH=2.15.0", "MEGATRON=/checkout", "TESTS=tests/unit"]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    variable, script = lines[0].split()
+    folder = variable.removeprefix("VENV=")
+    assert script == "scripts/bootstrap.sh"
+    assert folder not in (variable, ".venv")
+    assert all(line.startswith(f"{folder}/bin/") for line in lines[1:])
+    assert "torch==2.15.0" in lines[1].split()
+    assert {"--megatron=/checkout", "tests/unit"} <= set(lines[2].split())
+    lines = subprocess.run(command[:3], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0].split()[0] == "VENV=.venv"
+    assert lines[-1].startswith(".venv/bin/python ")

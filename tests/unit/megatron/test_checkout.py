@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +77,29 @@ def test_what_is_no_checkout_is_refused(file: str, named: str, tmp_path: Path) -
         (_checkout(tmp_path) / file).write_text("")
     with pytest.raises(ConfigError, match=f"--megatron .*{named}"):
         checkout.use(tmp_path)
+
+
+@pytest.mark.builds
+def test_the_helpers_of_a_checkout_are_compiled(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("megatron.core.datasets")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copy(Path(spec.origin).with_name("helpers.cpp"), tmp_path)
+    checkout.compile_helpers(tmp_path)
+    (compiled,) = tmp_path.glob("*.so")
+    found = importlib.util.spec_from_file_location("helpers_cpp", compiled)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert callable(module.build_blending_indices)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_helpers_that_cannot_be_compiled_are_named(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(ConfigError, match=r"\bhelpers\.cpp\b.*\bmake\b"):
+        checkout.compile_helpers(tmp_path)
+    assert not list(tmp_path.iterdir())
