@@ -31,8 +31,10 @@ INTRODUCTION = """\
 This page is for people who want to use this project with another version of megatron-core. This project is written for
 one version, which is pinned (0.19.2). It replaces functions of Megatron, and reads attributes of Megatron's objects.
 For each version, the page lists those functions and attributes that differ from the pinned version. A version without
-differences has the same names, but jobs were run only with the pinned version. `python scripts/megatron_versions.py`
-writes this page, and `tests/packaging/test_megatron_versions.py` compares it with the wheels.
+differences has the same names, but tests run jobs only with the pinned version, and with the revision d98e8a64ddf3 of
+Megatron-LM's main branch (0.20.0, 2026-08-22). This revision has no differences either. `python
+scripts/megatron_versions.py` writes this page, and `tests/packaging/test_megatron_versions.py` compares it with the
+wheels.
 
 | megatron-core | differences |
 | --- | --- |

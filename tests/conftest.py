@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the Megatron of this process, and of all processes that tests start, before a test module imports it."""
     if (folder := config.getoption("--megatron")) is not None:
+        if config.inipath != Path(__file__).parents[1] / "pyproject.toml":
+            raise pytest.UsageError(f"pytest has read {config.inipath}; write --megatron={folder}, with an equals sign")
         checkout.use(folder)
         checkout.note_checkout()
     platform.install()

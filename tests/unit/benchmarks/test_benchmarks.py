@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from benchmarks import policy, reorders
+from benchmarks import policy, reconfigure, reorders
 from benchmarks.kernels.__main__ import Row, report
 from benchmarks.kernels.layers import MODELS, counts_of, layer_of
 from benchmarks.papers import ablation
 from moevement_core.policy.window import WindowKind
+from tests.training import ROOT
 
 
 def test_the_policy_benchmark_measures() -> None:
     row = policy.measure(200, WindowKind.ROLLING, slots=3, repeats=2)
     assert row.startswith("| 200 | rolling |")
     assert "| order |" in policy.report([row], 2)
+
+
+def test_the_table_of_connections_has_medians_in_milliseconds() -> None:
+    seconds = {"_makes_anew": [0.1, 0.3, 0.2], "_reconfigures": [0.05, 0.04, 0.06]}
+    lines = reconfigure.report(seconds, 13, survives=False).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines if line.endswith(" | 3 |")]
+    assert cells == [["200", "100", "300", "3"], ["50", "40", "60", "3"]]
+
+
+@pytest.mark.builds  # nine processes
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="torch before 2.14 has no reconfigure")
+def test_groups_are_reconfigured_with_a_new_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.reconfigure", "--turns", "2"]
+    subprocess.run([*command, "--out", str(tmp_path / "page.md")], cwd=ROOT, check=True, timeout=300)
+    assert reconfigure.SURVIVES in (tmp_path / "page.md").read_text()
 
 
 def test_a_routing_record_is_replayed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,11 +87,11 @@ def test_the_helpers_of_a_checkout_are_compiled(tmp_path: Path) -> None:
     shutil.copy(Path(spec.origin).with_name("helpers.cpp"), tmp_path)
     checkout.compile_helpers(tmp_path)
     (compiled,) = tmp_path.glob("*.so")
-    found = importlib.util.spec_from_file_location("helpers_cpp", compiled)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    compiled_spec = importlib.util.spec_from_file_location("helpers_cpp", compiled)
+    assert compiled_spec is not None
+    assert compiled_spec.loader is not None
+    module = importlib.util.module_from_spec(compiled_spec)
+    compiled_spec.loader.exec_module(module)
     assert callable(module.build_blending_indices)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,10 @@ def test_a_tensor_that_is_sharded_in_another_way_is_refused(one_rank: None) -> N
         refuse_other_shards(model)
 
 
+def sharded_layer(**options: Any) -> Any:
+    return fully_shard(nn.Linear(4, 4), **options)
+
+
 def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
     """Muon multiplies whole matrices, so it gathers shards."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -72,7 +77,7 @@ def test_ranks_in_one_column_of_the_mesh_hold_equal_shards() -> None:
 
 
 def test_a_name_that_this_version_of_torch_lacks_is_refused(one_rank: None) -> None:
-    model = fully_shard(nn.Linear(4, 4))
+    model = sharded_layer()
     refuse_other_shards(model)
     del model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_result
     with pytest.raises(ConfigError, match=r"\bFSDPParamGroup\b.*\b_all_gather_result\b"):
@@ -80,7 +85,7 @@ def test_a_name_that_this_version_of_torch_lacks_is_refused(one_rank: None) -> N
 
 
 def test_a_separate_group_for_reductions_is_refused(one_rank: None) -> None:
-    model = fully_shard(nn.Linear(4, 4))
+    model = sharded_layer()
     model.set_separate_reduce_scatter_group()
     with pytest.raises(ConfigError, match=r"\bset_separate_reduce_scatter_group\b"):
         refuse_other_shards(model)
@@ -90,7 +95,7 @@ def test_a_separate_group_for_reductions_is_refused(one_rank: None) -> None:
 
 def test_every_private_name_is_checked(one_rank: None) -> None:
     """The unsharded parameter appears with the first pass, so its field is looked up after a pass instead."""
-    model = fully_shard(nn.Linear(4, 4))
+    model = sharded_layer()
     checked = {name for root in roots(model) for _, names in used_names(root) for name in names}
     attributes = (
         node for node in ast.walk(ast.parse(Path(fsdp.__file__).read_text())) if isinstance(node, ast.Attribute)
@@ -105,13 +110,13 @@ def test_every_private_name_is_checked(one_rank: None) -> None:
 def test_the_remains_of_an_interrupted_pass_are_dropped(one_rank: None) -> None:
     """A gradient in another dtype than the parameter is accumulated apart from ``grad``, as in mixed precision."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    model = sharded_layer(mp_policy=policy)
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
     forget_pass(model)
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
-    again = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    again = sharded_layer(mp_policy=policy)
     again(torch.ones(1, 4)).sum().backward()
     for left, right in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(left.grad.full_tensor(), right.grad.full_tensor())
