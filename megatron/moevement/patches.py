@@ -53,6 +53,7 @@ class Declared:
 
 _CHAINED = "megatron.core.optimizer.optimizer:ChainedOptimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 _MIXED = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
 _RANKS_ALONE = "a replacement builds its model alone, because the other ranks keep theirs"
 DECLARED = (
@@ -74,6 +75,10 @@ DECLARED = (
     *(
         Declared(_DISTRIBUTED, name, "FP8 weights need a reduction over replicas, and an update must not wait for it")
         for name in ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
+    ),
+    *(
+        Declared(_LAYER_WISE, name, "gathers Muon's matrices within the update, and an update must not wait for it")
+        for name in ("start_param_sync_for_bucket_group_subset", "allgather_params")
     ),
     Declared(_CHAINED, "_should_defer_mxfp8_param_sync", "Megatron would gather MXFP8 weights within the update"),
     Declared(
@@ -117,6 +122,9 @@ LOOKED_UP = {
     f"{_OPTIMIZER}.distrib_optimizer": (
         "model_param_gbuf_map", "_get_model_param_range_map", "_get_main_param_and_optimizer_states",
         "start_param_sync_for_bucket_group_subset", "_defer_param_sync", "_copy_main_params_to_model_params",
+    ),
+    f"{_OPTIMIZER}.layer_wise_optimizer": (
+        "use_buffer_param_sync", "start_param_sync_for_bucket_group_subset", "allgather_params",
     ),
     f"{_OPTIMIZER}.grad_scaler": ("_growth_tracker", "_hysteresis_tracker", "_scale"),
     f"{_DDP}.distributed_data_parallel": (

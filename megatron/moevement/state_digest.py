@@ -59,11 +59,24 @@ def job_digest(live: Live) -> dict[str, Any]:
 def members(optimizer: Any) -> list[Any]:
     """Return the optimizers in a chained optimizer: that of dense weights and that of experts.
 
-    The result has one optimizer if ``optimizer`` is not chained, and is empty if ``optimizer`` is None.
+    A chain may have chains as members: with the distributed optimizer, Megatron chains Muon's optimizers, and chains
+    the result with that of Adam. The result has one optimizer if ``optimizer`` is not chained, and is empty if
+    ``optimizer`` is None.
     """
     if optimizer is None:
         return []
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [member for link in optimizer.chained_optimizers for member in members(link)]
+
+
+def layer_wise(optimizer: Any) -> list[Any]:
+    """Return the chains in which each data-parallel rank updates whole matrices (``LayerWiseDistributedOptimizer``).
+
+    Megatron builds one for Muon with the distributed optimizer; other jobs have none.
+    """
+    links = [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+    return [link for link in links if hasattr(link, "use_buffer_param_sync")]
 
 
 def _is_router(name: str) -> bool:

@@ -26,6 +26,9 @@ FAULTS = (
         pytest.param(PP2 | {"expert_model_parallel_size": 2, "bf16": True}, id="PP2xEP2-BF16", marks=FULL),
         pytest.param(PP2 | {"muon_nesterov": True}, id="PP2xDP2-FP32", marks=FULL),
         pytest.param(
+            PP2 | {"bf16": True, "use_distributed_optimizer": True}, id="PP2xDP2-BF16-distributed", marks=FULL,
+        ),
+        pytest.param(
             PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True},
             id="TP2xPP2-BF16", marks=FULL,
         ),

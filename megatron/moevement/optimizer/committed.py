@@ -31,7 +31,7 @@ from megatron.moevement.optimizer.modes import Follow, RedoUpdates, Train
 from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.patches import replace_on
-from megatron.moevement.state_digest import loss_scaler, members
+from megatron.moevement.state_digest import layer_wise, loss_scaler, members
 from moevement_core.errors import ConfigError
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
@@ -42,6 +42,8 @@ REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
 ZEROS = "count_zeros"
 UPDATE = "step_with_ready_grads"
 COPIES = ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
+SYNC = "start_param_sync_for_bucket_group_subset"
+MATRICES = "allgather_params"
 TOGETHER = "_should_defer_mxfp8_param_sync"
 UNSCALE = "_unscale_main_grads_and_check_for_nan"
 
@@ -185,15 +187,19 @@ class CommittedOptimizer(Commit):
         return self.mode.verdict(original, number)
 
     def _replace_copies(self) -> None:
-        """Move the computation of FP8 weights out of the update section, to the gather of parameters.
+        """Move the computation of FP8 weights, and Muon's gather, out of the update section.
 
-        In the update section no rank may wait for another. The computation waits, because it reduces the weights'
-        scales over all replicas.
+        In the update section no rank may wait for another. The computation of FP8 weights waits, because it reduces the
+        weights' scales over all replicas. It becomes a part of the gather of parameters. That gather includes the
+        matrices of Muon, which Megatron's layer-wise optimizer would gather in its step.
         """
         for member in self._gathering():
             if weights.is_quantised(member):
                 for name in COPIES:
                     replace_on(member, name, functools.partial(self._unless_deferred, member))
+        for chain in layer_wise(self._optimizer):
+            for name in (SYNC, MATRICES):
+                replace_on(chain, name, lambda original: None if self._is_deferring else original())
         if hasattr(self._optimizer, TOGETHER):
             replace_on(self._optimizer, TOGETHER, lambda original: not self._is_deferring and original())
 
@@ -232,9 +238,7 @@ class CommittedOptimizer(Commit):
         return [_copied(loss_scaler(member)) for member in members(self._optimizer)]
 
     def _gathering(self) -> list[Any]:
-        return [
-            member for member in members(self._optimizer) if hasattr(member, "start_param_sync_for_bucket_group_subset")
-        ]
+        return [member for member in members(self._optimizer) if hasattr(member, SYNC)]
 
     @contextmanager
     def _gathers_deferred(self) -> Iterator[None]:
@@ -258,6 +262,7 @@ class CommittedOptimizer(Commit):
             for member in quantised:
                 self._make_weights(member)
             weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
+            weights.gather_matrices(self._optimizer)
 
     def making(self) -> AbstractContextManager[None]:
         """Return the context in which the caller computes FP8 weights from the current master weights.

@@ -29,7 +29,7 @@ class Restore:
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, views: OperatorViews) -> None:
         self._chunks = chunks
-        self._members = members(optimizer)
+        self._optimizer, self._members = optimizer, members(optimizer)
         self._views = views
         self._live = {
             (tensor.operator, tensor.saved, tensor.key): tensor.tensor
@@ -103,6 +103,7 @@ class Restore:
 
     def _gather(self) -> None:
         weights.gather(self._chunks, force=True)
+        weights.gather_matrices(self._optimizer)
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:

@@ -19,7 +19,7 @@ from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.optimizer.weights import HALF
-from megatron.moevement.state_digest import members
+from megatron.moevement.state_digest import layer_wise, members
 from moevement_core.engine.layout import OperatorState, in_order
 from moevement_core.errors import OperatorError
 from moevement_core.operators import Operator, StateBytes
@@ -210,9 +210,11 @@ def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Paramete
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
             parts.update(_distributed(member))
+        elif any(member in chain.chained_optimizers for chain in layer_wise(optimizer)):
+            parts.update(_whole(member))
         elif getattr(member, "optimizer", None) is not None:
             parts.update(_replicated(member, whose))
-    elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
+    elsewhere = is_sharded(optimizer)
 
     def part_of(parameter: torch.nn.Parameter) -> ParameterPart | None:
         if parameter in parts:
@@ -222,6 +224,11 @@ def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Paramete
         return ParameterPart(*_range_in(parameter, whose), {}, replicated={"weight": parameter.data.view(-1)})
 
     return part_of
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Return True if each data-parallel rank owns another part of the optimizer's state."""
+    return bool(layer_wise(optimizer)) or any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
 
 
 def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, ParameterPart]]:
@@ -262,6 +269,21 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
 
 def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, ParameterPart]]:
     """Yield each parameter of a non-distributed optimizer, with the range of the rank that ``whose`` chooses."""
+    for parameter, master, flat in _states_of(member):
+        start, end = _range_in(parameter, whose)
+        cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
+        part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
+        yield parameter, ParameterPart(start, end, state=part, master=master, replicated=cut)
+
+
+def _whole(member: Any) -> Iterator[tuple[torch.nn.Parameter, ParameterPart]]:
+    """Yield each parameter that Megatron has assigned to this rank alone, with all of its state."""
+    for parameter, master, flat in _states_of(member):
+        yield parameter, ParameterPart(0, parameter.numel(), state=flat, master=master)
+
+
+def _states_of(member: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yield each parameter of a non-distributed optimizer, the tensor that is updated, and its state, flat."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
         for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
@@ -270,12 +292,9 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
     else:
         pairs += [(parameter, parameter) for group in member.optimizer.param_groups for parameter in group["params"]]
     for parameter, master in pairs:
-        start, end = _range_in(parameter, whose)
         state = {"master": master, **in_order(member.optimizer.state[master])}
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-        cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
-        part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
-        yield parameter, ParameterPart(start, end, state=part, master=master, replicated=cut)
+        yield parameter, master, flat
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
@@ -294,7 +313,7 @@ def live_replicas(chunks: list[Any], optimizer: Any) -> frozenset[int]:
         chunks: this rank's unwrapped virtual stages.
         optimizer: Megatron's optimizer.
     """
-    if any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer)):
+    if is_sharded(optimizer):
         return frozenset()  # each rank has another shard
     groups = {id(group): group for chunk in chunks for group in map(_replicas_of, chunk.parameters())}
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups.values()]

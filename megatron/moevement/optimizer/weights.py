@@ -14,7 +14,7 @@ import torch
 
 from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.fp8.shards import post_all_gather_processing
-from megatron.moevement.state_digest import members
+from megatron.moevement.state_digest import layer_wise, members
 
 HALF = "moevement_half"
 """Attribute of MXFP8 parameters: this rank's range in BF16, rounded from master weights (``optimizer/views.py``)."""
@@ -113,6 +113,16 @@ def _keeps_narrow_masters(member: Any) -> bool:
     config = getattr(member, "config", None)
     keeps = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     return bool(keeps) and getattr(config, "main_params_dtype", torch.float32) != torch.float32
+
+
+def gather_matrices(optimizer: Any) -> None:
+    """Send the matrices that each replica has updated to all replicas, for Muon with the distributed optimizer.
+
+    Collective over the data-parallel replicas; without such an optimizer, the function does nothing.
+    """
+    for chain in layer_wise(optimizer):
+        if not chain.use_buffer_param_sync:  # Otherwise, :func:`gather` has sent them.
+            chain.allgather_params()
 
 
 def gather(chunks: Iterable[Any], *, force: bool = False) -> None:

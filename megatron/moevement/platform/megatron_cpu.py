@@ -29,6 +29,7 @@ def install() -> None:
     import megatron.training.training as training
     from megatron.core.dist_checkpointing.strategies import filesystem_async as mcore_writer
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.training import initialize
@@ -62,6 +63,12 @@ def install() -> None:
         "_coalescing_manager",
         _one_by_one,
         "coalesces, which over gloo corrupts the heap (torch 2.13.0; scripts/coalesced_gloo.py crashes in a minute)",
+    )
+    replace(
+        LayerWiseDistributedOptimizer,
+        "allgather_params",
+        LayerWiseDistributedOptimizer.broadcast_params,
+        "gathers a different number of weights from each rank, which gloo refuses; broadcasts send the same weights",
     )
     fp8.install()
 

@@ -20,6 +20,11 @@ REFUSED = (
     Refusal("--use-precision-aware-optimizer", given("use_precision_aware_optimizer"), _PER_SHARD),
     Refusal("--fp8-param-gather", given("fp8_param_gather"), _PER_SHARD),
     Refusal(
+        "--optimizer muon and --use-distributed-optimizer",
+        lambda args: args.optimizer == "muon" and args.use_distributed_optimizer,
+        "a rank owns whole matrices, and ranges of matrices cannot be moved",
+    ),
+    Refusal(
         "--data-parallel-random-init", given("data_parallel_random_init"),
         "each replica has its own random states, which are lost with the replica",
     ),

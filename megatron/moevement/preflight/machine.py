@@ -92,6 +92,11 @@ def optimizer(args: Namespace) -> Iterator[str]:
     """Yield complaints about optimizers and load balancing that other flags, or the lack of a GPU, exclude."""
     if args.use_distributed_optimizer and args.optimizer == "sgd":
         yield f"--optimizer {args.optimizer}: the distributed optimizer supports only Adam; use adam, or do without it"
+    if args.optimizer == "muon" and args.use_distributed_optimizer and not args.bf16:
+        yield (
+            "--optimizer muon --use-distributed-optimizer without --bf16: Megatron's layer-wise optimizer steps only "
+            "BF16 weights; add --bf16, or leave --use-distributed-optimizer out"
+        )
     emerging = args.optimizer not in ("adam", "sgd")
     if emerging and importlib.util.find_spec("emerging_optimizers") is None:
         yield f"--optimizer {args.optimizer}: needs the package emerging_optimizers; install it, or use adam"
@@ -170,10 +175,11 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         yield f"--distributed-backend {args.distributed_backend}: no GPU found; leave the flag out or give gloo"
     if args.transformer_impl != "local":
         yield f"--transformer-impl {args.transformer_impl}: no GPU found; leave the flag out or give local"
-    if args.optimizer == "dist_muon" or (args.optimizer == "muon" and args.use_distributed_optimizer):
+    is_layer_wise = args.optimizer == "dist_muon" or (args.optimizer == "muon" and args.use_distributed_optimizer)
+    if is_layer_wise and args.overlap_param_gather:
         yield (
-            f"--optimizer {args.optimizer} would put whole layers on single ranks, and gloo cannot gather uneven "
-            "numbers of weights; give --optimizer muon without --use-distributed-optimizer"
+            f"--optimizer {args.optimizer} --overlap-param-gather: ranks own different numbers of weights, which gloo "
+            "cannot gather in the forward pass; leave --overlap-param-gather out"
         )
     text = "{flag}: needs a GPU ({reason}); leave the flag out on this machine"
     yield from complaints(NEEDS_GPU, args, text)

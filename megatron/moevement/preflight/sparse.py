@@ -86,8 +86,11 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         yield f"{asked}: snapshots do not know the optimizer's state; use one of {', '.join(OPTIMIZERS)}"
     if args.optimizer not in OPTIMIZERS[1:]:
         return
-    if args.use_distributed_optimizer:
-        yield f"{asked}: --use-distributed-optimizer would put whole layers on single ranks; leave this flag out"
+    if args.use_distributed_optimizer and args.overlap_param_gather:
+        yield (
+            f"{asked} --use-distributed-optimizer: a replay gathers whole matrices right after an update; leave "
+            "--overlap-param-gather out"
+        )
     if args.moevement_recovery != RecoveryKind.REPLAY:
         yield (
             f"{asked} --moevement-recovery {args.moevement_recovery}: an update needs the gradient of a whole matrix, "

@@ -27,7 +27,7 @@ import torch
 
 from megatron.moevement.fp8 import interrupted
 from megatron.moevement.runtime.live import Live
-from megatron.moevement.state_digest import members
+from megatron.moevement.state_digest import layer_wise, members
 
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """Fields that ``train`` sets in the model's configuration."""
@@ -262,7 +262,7 @@ def _reset_metrics(live: Live) -> None:
     destroy_moe_metrics_tracker()  # The tracker keeps process groups, but the rank may move to a stage without experts.
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
-    for optimizer in (live.optimizer, *members(live.optimizer)):
+    for optimizer in (live.optimizer, *layer_wise(live.optimizer), *members(live.optimizer)):
         optimizer._has_grad_norm_group_cache = None
 
 

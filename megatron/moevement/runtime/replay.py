@@ -21,7 +21,7 @@ from megatron.moevement.optimizer.weights import gathers_by_gradients
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
-from megatron.moevement.state_digest import members, progress
+from megatron.moevement.state_digest import layer_wise, members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
@@ -286,6 +286,8 @@ class MegatronTrainer(Trainer):
             undo.set(config, "barrier_with_L1_time", False)
         for member in members(self._live.optimizer):
             undo.set(member, "grad_stats_parallel_group", single)
+        for chain in layer_wise(self._live.optimizer):  # It would count zeros over all ranks of the job.
+            undo.set(chain.config, "log_num_zeros_in_grad", False)
         undo.set(self._live, "feeds", self._feeding.feeds())
 
     def _group_of_this_rank(self) -> Any:

@@ -18,6 +18,7 @@ SETTINGS = (
     "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "qk_layernorm", "rotary_base", "rotary_percent",
     "hidden_dropout", "attention_dropout", "fp16", "bf16", "fp8", "fp8_recipe", "fp8_param_gather",
     "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "optimizer", "use_distributed_optimizer",
+    "use_layer_wise_distributed_optimizer",
     "accumulate_allreduce_grads_in_fp32", "lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1",
     "adam_beta2", "adam_eps", "decoupled_lr", "moe_router_score_function", "moe_router_load_balancing_type",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
