@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from moevement_core.errors import RunRecordError
+from moevement_core.run.environment import environment_complaint
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from moevement_core.util.words import counted
@@ -25,12 +26,21 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare only iterations that both runs recorded, because a resumed run has no early iterations",
     )
+    parser.add_argument(
+        "--fixed-environment",
+        action="store_true",
+        help="also require that both runs trained with --deterministic-mode, on equal processors, libraries and "
+        "environment variables (docs/determinism.md)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare the runs, print the result, and return 0 if they are equal, else 1."""
+    """Compare the runs, print the result, and return 0 if they are equal, else 1.
+
+    With ``--fixed-environment``, the result is also 1 if their environments do not guarantee equal bits.
+    """
     a, b = RunRecord(arguments.run_a), RunRecord(arguments.run_b)
     if a.folder.is_dir() and b.folder.is_dir() and a.folder.samefile(b.folder):
         raise RunRecordError(f"{a.folder} and {b.folder} are the same folder; give the --run-dir of two runs")
@@ -43,6 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"parts of the final state that differ: {', '.join(differing) or 'none'}")
     for text in verdict.lost_updates:
         print(f"not exact, because of the strategy: {text}")
+    complaint = environment_complaint(a, b) if arguments.fixed_environment else None
+    if complaint is not None:
+        print(f"the environment is not fixed: {complaint}")
     if arguments.json:
         print(json.dumps(verdict.as_dict()))
-    return 0 if verdict.equal else 1
+    return 0 if verdict.equal and complaint is None else 1

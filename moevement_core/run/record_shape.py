@@ -84,6 +84,9 @@ def summary_complaint(summary: Any) -> str | None:
         return "the state_digest is not valid; the file was damaged after writing"
     if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
         return "the state_digest has no ranks; the file was damaged after writing"
+    environments = summary.get("environment", [])
+    if not isinstance(environments, list) or not all(isinstance(entry, dict) for entry in environments):
+        return "the environment is not valid; the file was damaged after writing"
     checkpointing = summary.get("checkpointing")
     if checkpointing is not None:
         if not isinstance(checkpointing, dict) or not all(_is_number(checkpointing.get(name)) for name in _COST):

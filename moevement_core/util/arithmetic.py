@@ -38,6 +38,26 @@ def arithmetic() -> str:
     return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, {library}"
 
 
+DETERMINISTIC, YES, NO = "deterministic", "yes", "no"
+"""Entry of :func:`environment`: ``yes`` if torch uses deterministic algorithms."""
+REQUIRED = ("NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+"""Environment variables that ``--deterministic-mode`` checks and sets."""
+_VARIABLES = (
+    *_SUMS_ON_GPUS, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+)  # fmt: skip
+"""Environment variables on which the bits of results depend, on GPUs and on CPUs."""
+
+
+def environment() -> dict[str, str]:
+    """Return what determines the bits of results in this process, as a run's summary records it.
+
+    The entries are ``arithmetic`` (:func:`arithmetic`), ``deterministic``, and each variable that is set.
+    """
+    deterministic = YES if torch.are_deterministic_algorithms_enabled() else NO
+    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {"arithmetic": arithmetic(), DETERMINISTIC: deterministic, **variables}
+
+
 def is_repeatable() -> bool:
     """Return True if this process computes the same bits when it repeats a computation on the same device.
 

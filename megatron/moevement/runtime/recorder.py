@@ -19,6 +19,7 @@ from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
 from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.restart import injection
 from moevement_core.restart.faults import Phase
 from moevement_core.run.cost_line import cost_line
@@ -26,6 +27,7 @@ from moevement_core.run.events import Ended, Evaluated
 from moevement_core.run.figures import RunFigures
 from moevement_core.run.run_record import RunRecord
 from moevement_core.session.run_directory import begin_record, continue_record, number, plain_config
+from moevement_core.util.arithmetic import environment
 from moevement_core.util.lock import FolderLock
 
 
@@ -207,6 +209,7 @@ def write_summary(job: Job, started_s: float) -> None:
     if job.live.run_dir is None:
         return
     digest = job_digest(job.live)
+    environments = all_gather_objects(environment(), dict[str, str])
     record, ledger = job.live.record, job.ledger
     if record is None:
         return
@@ -220,6 +223,7 @@ def write_summary(job: Job, started_s: float) -> None:
             "wall_s": time.monotonic() - started_s,
             "world_size": torch.distributed.get_world_size(),
             "checkpointing": checkpointing,
+            "environment": [kind for rank, kind in enumerate(environments) if kind not in environments[:rank]],
             "state_digest": digest,
         }
     )
