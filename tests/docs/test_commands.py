@@ -51,6 +51,10 @@ ELSEWHERE = {
         "test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start",
     r"moevement launch .* --moevement-persist-dir (file://\S+) --moevement-load \1":
         "tests/functional/test_object_stores.py::test_a_megatron_job_goes_on_from_a_url",
+    r"moevement verify \S+ \S+ .*--fixed-environment":
+        "tests/determinism/test_gates.py::test_the_gates_as_a_user_runs_them",
+    r"moevement launch .* --deterministic-mode .*":
+        "tests/determinism/test_gates.py::test_the_gates_as_a_user_runs_them",
     r"moevement drain runs/mine.*": "tests/functional/test_drain.py::test_a_node_is_drained_and_comes_back",
     r"moevement export \S+ --to \S+ --iteration \d+ .*":
         "tests/functional/test_export.py::test_a_window_becomes_a_dense_checkpoint_that_another_layout_loads",
