@@ -153,6 +153,7 @@ DAMAGES = (
     Damage("digest parts", SUMMARY, summary({"state_digest": {**DIGEST, "parts": 3}}), ["state_digest is"]),
     Damage("digest ranks", SUMMARY, summary({"state_digest": {**DIGEST, "ranks": [1]}}), ["state_digest", "no ranks"]),
     Damage("checkpointing", SUMMARY, summary({"state_digest": DIGEST, "checkpointing": 4}), ["checkpointing"]),
+    Damage("environment", SUMMARY, summary({"state_digest": DIGEST, "environment": 4}), ["environment"]),
     Damage("validation", SUMMARY, summary({"state_digest": DIGEST, "validation_loss": []}), ["validation_loss", "[]"]),
     Damage("ranks pipe", RANKS, pipe(RANKS), ["pipe"]),
     Damage("ranks text", RANKS, content(RANKS, b'"x"'), ["str", "list"]),

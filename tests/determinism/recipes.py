@@ -182,7 +182,8 @@ RECIPES: tuple[TrainingRecipe, ...] = (
     ),
     TrainingRecipe(
         "top_one", "one expert for each token, capacity factor with dropped tokens", 2, "EP2",
-        EP2 | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"},
+        EP2 | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_expert_capacity_factor": 0.6,
+        "moe_token_drop_policy": "probs"},
     ),
     TrainingRecipe(
         "sinkhorn", "Sinkhorn router", 2, "EP2",
@@ -216,7 +217,7 @@ RECIPES: tuple[TrainingRecipe, ...] = (
     TrainingRecipe(
         "schedule", "warmup and cosine decay, weight decay that grows, more micro-batches later", 2, "PP2",
         PP2 | {"lr_decay_style": "cosine", "lr_warmup_iters": 3, "min_lr": 5e-4, "weight_decay_incr_style": "linear",
-        "start_weight_decay": 0.01, "end_weight_decay": 0.1, "step_batch_size_schedule": "0:4 24:8 64:16",
+        "start_weight_decay": 0.01, "end_weight_decay": 0.1, "step_batch_size_schedule": "0:4 768:8 1536:16",
         "global_batch_size": None},
     ),
     TrainingRecipe(
