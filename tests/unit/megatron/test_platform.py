@@ -228,3 +228,21 @@ def _coalesced_and_one_by_one() -> bool:
 
 def test_collectives_that_megatron_coalesces_give_the_same_one_by_one() -> None:
     assert [outcome.result for outcome in run_ranks(_coalesced_and_one_by_one, 2)] == [True, True]
+
+
+def _send_matrices() -> list[float]:
+    """Send each rank's own matrices, one on rank 0 and two on rank 1, and return the sums of all three."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    rank = dist.get_rank()
+    matrices = [torch.nn.Parameter(torch.full((2, size), float(10 * rank + size))) for size in (3, 4, 5)]
+    chain = LayerWiseDistributedOptimizer.__new__(LayerWiseDistributedOptimizer)
+    chain.dp_cp, chain.expt_dp, chain.pg_collection = dist.group.WORLD, dist.group.WORLD, object()
+    chain.dp_cp_params_list, chain.expt_dp_params_list = [matrices[:1], matrices[1:]], None
+    chain.allgather_params()
+    return [parameter.sum().item() for parameter in matrices]
+
+
+def test_ranks_send_matrices_of_different_sizes() -> None:
+    expected = [2 * 3 * 3.0, 2 * 4 * 14.0, 2 * 5 * 15.0]
+    assert [outcome.result for outcome in run_ranks(_send_matrices, 2)] == [expected, expected]
