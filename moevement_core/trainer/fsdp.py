@@ -44,12 +44,17 @@ def refuse_other_shards(model: nn.Module) -> None:
                 f"parameter {name} is sharded, but not by fully_shard; TorchBinding knows no other shards: write a "
                 "Binding (docs/own_binding.md)"
             )
-        has_shards = any(each.is_shard() for each in placements)
-        if not has_shards or any(each.is_partial() for each in placements) or mesh.size() != dist.get_world_size():
+        if mesh.size() != dist.get_world_size():
             raise ConfigError(
                 f"parameter {name} has placements {placements} on a mesh of {mesh.size()} ranks; TorchBinding needs "
-                f"shards on a mesh of all {dist.get_world_size()} ranks, which may hold several copies of each shard: "
-                "give fully_shard such a mesh, or leave out mesh"
+                f"shards on a mesh of all {dist.get_world_size()} ranks: give fully_shard such a mesh, or leave out "
+                "mesh, and pipeline parallelism"
+            )
+        if holders(parameter) != holders(sharded[0][1]):
+            raise ConfigError(
+                f"ranks {sorted(holders(parameter))} hold the same shard of parameter {name}, and ranks "
+                f"{sorted(holders(sharded[0][1]))} that of {sharded[0][0]}; TorchBinding needs the same ranks for all "
+                "shards: leave out tensor parallelism"
             )
     for root in roots(model):
         _check_names(root)

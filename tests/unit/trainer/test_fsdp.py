@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moevement_core.elastic.layout import RankLayout
@@ -27,6 +27,14 @@ from moevement_core.trainer.torch_binding import make_state
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Let this process be rank 0 of four ranks whose collectives communicate nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
 
@@ -120,6 +128,39 @@ def test_the_remains_of_an_interrupted_pass_are_dropped(one_rank: None) -> None:
     again(torch.ones(1, 4)).sum().backward()
     for left, right in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(left.grad.full_tensor(), right.grad.full_tensor())
+
+
+def test_experts_that_are_sharded_twice_are_accepted(four_ranks: None) -> None:
+    """Divide experts among two ranks, as expert parallelism does, and then each half again by ``fully_shard``."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "experts"))
+    model = nn.Linear(4, 8)
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(parameter.data, mesh["experts"], [Shard(0)])))
+    fully_shard(model, mesh=mesh["rows"])
+    assert isinstance(model.weight, DTensor)
+    assert model.weight.placements != (Shard(0), Shard(0))
+    assert model.weight.to_local().shape == (2, 4)
+    refuse_other_shards(model)
+
+
+def test_shards_over_a_part_of_the_ranks_are_refused(four_ranks: None) -> None:
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "rows"))
+    fully_shard(model, mesh=mesh["rows"])
+    with pytest.raises(ConfigError, match=r"\bweight\b.*\bpipeline\b"):
+        refuse_other_shards(model)
+
+
+def test_parameters_with_different_copies_are_refused(four_ranks: None) -> None:
+    """Divide a matrix among two ranks and copy its bias, as tensor parallelism does, and then shard both by rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    model = nn.Linear(4, 8)
+    for parameter, placement in (("weight", Shard(1)), ("bias", Replicate())):
+        whole = getattr(model, parameter).data
+        setattr(model, parameter, nn.Parameter(distribute_tensor(whole, mesh["columns"], [placement])))
+    fully_shard(model, mesh=mesh["rows"])
+    with pytest.raises(ConfigError, match=r"\bbias\b.*\btensor parallelism\b"):
+        refuse_other_shards(model)
 
 
 @pytest.mark.parametrize(("rank", "world", "begin"), [(0, 2, 0), (1, 2, 15), (3, 4, 25), (7, 8, 25)])
