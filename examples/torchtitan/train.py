@@ -1,52 +1,41 @@
-"""Script that makes torchtitan's trainer with a mixture-of-experts model of the Qwen3 family fault tolerant.
+"""Script that makes torchtitan's trainer fault tolerant (docs/torchtitan.md).
 
-torchtitan 0.3.0 builds model, optimizer and schedule, and computes gradients; this script replaces its loop. It was run
-by hand on two CPU ranks with gloo, where a killed rank came back with equal bits. No test runs it. GPUs, expert
-parallelism and redo are untried. Start it with a spare, and kill the process of a rank::
+torchtitan 0.3.0 builds model, optimizer, schedule and loader, and computes gradients; this script replaces its loop. It
+takes the names of torchtitan's ``--module`` and ``--config``, then torchtitan's own flags. Start it with a spare::
 
-    moevement launch --trainer torch --nproc 2 --spares 1 examples/torchtitan/train.py --run-dir runs/titan
-
-Without a GPU, the model is made smaller, and torchtitan gets what it expects of a device.
+    moevement launch --trainer torch --nproc 8 --spares 1 examples/torchtitan/train.py qwen3 qwen3_moe_debug \
+        --training.steps 1000 --parallelism.expert_parallel_degree 2 --run-dir runs/titan
 """
 
 import argparse
-import types
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtitan.tools.utils
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import moevement_core as ft
 
 CPU = not torch.cuda.is_available()
-if CPU:  # before torchtitan's other modules copy these names
-    memory = types.SimpleNamespace(total_memory=1 << 34, name="cpu")
-    device = types.ModuleType("cpu_device")
-    vars(device).update(
-        vars(torch.cpu), get_device_name=lambda device=None: "cpu", memory_stats=lambda device=None: {},
-        get_device_properties=lambda device=None: memory, reset_peak_memory_stats=int, empty_cache=int,
-    )  # fmt: skip
-    torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", device
+if CPU:
+    import cpu
 
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import dist_sum_tensor
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--iterations", type=int, default=40)
+parser.add_argument("module", help="name of torchtitan's --module, such as qwen3")
+parser.add_argument("config", help="name of torchtitan's --config, such as qwen3_moe_debug")
 parser.add_argument("--run-dir", type=Path)
 ft.add_session_flags(parser)
-args = parser.parse_args()
+args, words = parser.parse_known_args()
 
 
 class TitanTrainer(Trainer):
@@ -82,6 +71,18 @@ def operators(model: nn.Module) -> Iterator[tuple[str, ft.OperatorKind, list[nn.
         yield operator, kind, parameters
 
 
+class Loader:
+    """torchtitan's loader, which yields all batches of an iteration together."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loader, self._batches = trainer.dataloader, trainer.gradient_accumulation_steps
+        self.state_dict, self.load_state_dict = self._loader.state_dict, self._loader.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over tuples of batches, each an input and its labels."""
+        return itertools.batched(self._loader, self._batches)
+
+
 class NoMeshes:
     """Meshes of torchtitan that have no ranks, so that nothing is communicated."""
 
@@ -105,9 +106,10 @@ class TitanBinding(ft.TorchBinding):
 
     def reduce(self) -> dict[str, object]:
         """Reduce gradients, and sum the token counts of all ranks."""
-        tokens = torch.stack([moe.tokens_per_expert_E for moe in self._moe()])
-        dist.all_reduce(tokens)
-        return super().reduce() | {"tokens": tokens.tolist()}
+        tokens = [moe.tokens_per_expert_E.clone() for moe in self._moe()]
+        for of_layer in tokens:
+            dist.all_reduce(of_layer)
+        return super().reduce() | {"tokens": [of_layer.tolist() for of_layer in tokens]}
 
     def update(self, outcome: Mapping[str, Any]) -> None:
         """Make the optimizer's step, before which torchtitan reads the token counts."""
@@ -116,59 +118,65 @@ class TitanBinding(ft.TorchBinding):
         super().update(outcome)
 
     def _moe(self) -> Iterator[Any]:
-        return (layer.moe for layer in self.model.layers.values() if layer.moe_enabled)
+        return (layer.moe for layer in self.model.layers.values() if getattr(layer, "moe_enabled", False))
 
 
 def make() -> ft.TorchBinding:
-    """Let torchtitan build model, optimizer and schedule, and return the binding of this rank."""
+    """Let torchtitan build model, optimizer, schedule and loader, and return the binding of this rank."""
     trainer = TitanTrainer(config)
-    (model,), (optimizer,), (schedule,) = trainer.model_parts, trainer.optimizers, trainer.lr_schedulers.schedulers
-    for module in model.modules():
-        if CPU and isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    if len(trainer.model_parts) > 1 or len(optimizers := list(trainer.optimizers)) > 1:
+        raise ft.ConfigError("this script binds one model with one optimizer; leave out pipeline parallelism and "
+                             "parameter groups with optimizers of several kinds")  # fmt: skip
+    (model,), (optimizer,), (schedule,) = trainer.model_parts, optimizers, trainer.lr_schedulers.schedulers
+    if CPU:
+        cpu.sum_in_reductions(model)
     register_moe_load_balancing_hook(optimizer, [model], NoMeshes())
-    # The chunked loss leaves it so. Otherwise a replacement's first pass gathers other weights than the other ranks.
-    model.lm_head.set_reshard_after_forward(True)
-    model.lm_head.set_reshard_after_backward(True)
+    if isinstance(model.lm_head, FSDPModule):
+        # The chunked loss leaves it so. Otherwise a replacement's first pass gathers other weights than other ranks.
+        model.lm_head.set_reshard_after_forward(True)
+        model.lm_head.set_reshard_after_backward(True)
     # In a replay the embedding may be frozen, but all ranks still have to communicate in the backward pass.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
-    def compute_gradients(iteration: int) -> torch.Tensor:
-        draws = torch.Generator().manual_seed(iteration)
-        shape = dist.get_world_size() * config.training.local_batch_size, config.training.seq_len + 1
-        text = torch.randint(256, shape, generator=draws).cumsum(1)[dist.get_rank() :: dist.get_world_size()] % 256
-        inputs, labels = text[:, :-1].to(trainer.device), text[:, 1:].to(trainer.device)
-        tokens = dist_sum_tensor((labels != IGNORE_INDEX).sum(), trainer.parallel_dims.get_mesh("batch"))
-        loss = trainer.forward_backward_step(input_dict={"input": inputs}, labels=labels, global_valid_tokens=tokens)
+    def compute_gradients(iteration: int, batches: tuple[tuple[dict[str, torch.Tensor], torch.Tensor], ...]) -> Any:
+        trainer.gc_handler.run(iteration)
+        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(trainer.device)
+        dist.all_reduce(tokens)
+        loss = torch.zeros((), device=trainer.device)
+        for inputs, labels in batches:
+            moved = {name: tensor.to(trainer.device) for name, tensor in inputs.items()}
+            loss += trainer.forward_backward_step(
+                input_dict=moved, labels=labels.to(trainer.device), global_valid_tokens=tokens
+            ).detach()
         return loss * dist.get_world_size()  # torchtitan's losses are shares of the global one
 
     return TitanBinding(
-        model, optimizer, compute_gradients, operators=operators(model), scheduler=schedule,
+        model, optimizer, compute_gradients, operators=operators(model), scheduler=schedule, loader=Loader(trainer),
         clip_norm=config.training.max_norm,
     )  # fmt: skip
 
 
 def loop(session: ft.Session) -> None:
     """Train to the end. After a failure the function is called again, and goes on where the ranks agreed."""
-    for iteration in ft.iterations(session, until=args.iterations):
+    for iteration in ft.iterations(session, until=config.training.steps):
         session.binding.run(iteration)
         session.step()
 
 
-config = qwen3_moe_debug()
-config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, args.iterations
-config.training.disable_cuda_graphs, config.checkpoint.enable, config.debug.seed = True, False, 1
-config.parallelism.spmd_backend, config.parallelism.expert_parallel_degree = "partial_dtensor", 1
-# Batches follow from the iteration's number, so neither text nor loader is needed.
-config.tokenizer = config.dataloader = types.SimpleNamespace(build=lambda **names: None)
+try:
+    # A replay freezes parameters, which a captured graph does not notice. torch 2.13 has no other backend's FSDP.
+    fixed = ["--training.disable_cuda_graphs", "--parallelism.spmd_backend", "partial_dtensor"]
+    config = ConfigManager().parse_args(["--module", args.module, "--config", args.config, *words, *fixed])
+except (ImportError, ValueError) as error:
+    raise ft.ConfigError(f"torchtitan: {error}") from None
+if config.checkpoint.enable or config.compile.enable or config.validator.enable:
+    raise ft.ConfigError("this script neither saves torchtitan's checkpoints, nor validates, nor compiles; leave out "
+                         "--checkpoint.enable, --validator.enable and --compile.enable")  # fmt: skip
+if config.debug.seed is None:
+    config.debug.seed = 1  # all ranks draw the same weights
 if CPU:
-    for _, _, parent, field in config.model_spec.model.traverse(FlexAttention.Config):
-        setattr(parent, field, ScaledDotProductAttention.Config())
-    for _, experts, _, _ in config.model_spec.model.traverse(GroupedExperts.Config):
-        experts.hidden_dim = 32
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-backend = "gloo" if CPU else "nccl"
+    cpu.shrink(config)
 ft.train(
-    make, ft.SessionConfig.from_args(args, has_experts=False), loop, backend, run_dir=args.run_dir, flags=vars(args),
-    make_groups=make_groups,
+    make, ft.SessionConfig.from_args(args, has_experts=False), loop, "gloo" if CPU else "nccl", run_dir=args.run_dir,
+    flags=vars(args) | {"torchtitan": " ".join(words)}, make_groups=make_groups,
 )  # fmt: skip
