@@ -1,4 +1,4 @@
-"""What torchtitan needs to run on CPUs, for tests and first tries. Import it before torchtitan's other modules."""
+"""Changes that let torchtitan run on CPUs, for tests and first tries. Import it before torchtitan's other modules."""
 
 import types
 from typing import Any

@@ -29,7 +29,7 @@ WHEELS = (
     "torchtitan==0.3.0", "torchdata", "torch_checkpointing", "spmd_types==0.2.3", "tyro", "typeguard",
     "docstring_parser", "datasets<4.8", "pandas", "pyarrow", "multiprocess<0.70.19", "dill<0.4.1",
 )  # fmt: skip
-"""What torchtitan's trainer imports and the pinned environment lacks."""
+"""Wheels that torchtitan's trainer imports and the pinned environment lacks."""
 IN_BACKWARD = """\
     from moevement_core.restart import injection
     from moevement_core.restart.faults import Phase
