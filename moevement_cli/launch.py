@@ -74,7 +74,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--trainer",
         choices=("megatron", "bridge", "torch"),
         default="megatron",
-        help="megatron: SCRIPT trains with Megatron-LM's trainer; bridge: SCRIPT trains with Megatron-Bridge; torch: "
+        help="megatron: SCRIPT trains with Megatron-LM's trainer; bridge: SCRIPT trains with Megatron-Bridge, or is "
+        "the name of a recipe, after which ARGS are settings such as model.num_layers=2; torch: "
         "SCRIPT has its own trainer in torch and a binding for it, as in examples/plain_torch/train.py (default: "
         "megatron)",
     )
@@ -95,6 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
     never_fails()
     check_variables()
     argv = [arguments.script, *arguments.arguments]
+    if arguments.trainer == "bridge":
+        from megatron.moevement.bridge.recipes import as_script
+
+        argv = as_script(argv)
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
         arguments.spares = 0
     if arguments.spares is not None:  # Without this variable at its import, torch warns at each poll of the store.

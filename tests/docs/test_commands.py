@@ -36,6 +36,8 @@ ELSEWHERE = {
     r"source \.venv/bin/activate": "tests/docs/test_commands.py::test_the_environment_is_activated",
     r"moevement launch --trainer torch .* examples/torchtitan/train.py .*":
         "tests/packaging/test_torchtitan.py::test_lost_shards_come_back",
+    r"moevement launch --trainer bridge .* qwen3_30b_a3b_pretrain_config .*":
+        "tests/functional/test_bridge.py::test_a_recipe_by_name_recovers",
     r"moevement launch --trainer bridge .*":
         "tests/functional/test_bridge.py::test_ranks_are_killed_around_saves_and_nothing_is_different",
     r"moevement launch .* --spares 1 .* --moevement-sparse-ckpt .*":

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,23 +30,36 @@ SIZES = {
 }  # fmt: skip
 """Size of the model, in the form of Hugging Face, from which the recipe takes it."""
 
+RECIPE = (
+    "qwen3_30b_a3b_pretrain_config", "model.tensor_model_parallel_size=1", "model.pipeline_model_parallel_size=1",
+    "model.expert_model_parallel_size=2", "model.sequence_parallel=false", "model.seq_length=32",
+    "tokenizer.tokenizer_type=NullTokenizer", "tokenizer.tokenizer_model=null", "tokenizer.hf_tokenizer_kwargs={}",
+    "tokenizer.vocab_size=256", "dataset.seq_length=32", "dataset.num_workers=0", "train.train_iters=8",
+    "train.global_batch_size=4", "train.micro_batch_size=1", "validation.eval_iters=0", "checkpoint.save=null",
+    "checkpoint.load=null", "logger.log_interval=1", "logger.tensorboard_dir=null", "scheduler.lr_warmup_iters=1",
+)  # fmt: skip
+"""Name of a recipe, and settings that make its job small."""
+
 needs_wheel = pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="megatron-bridge is not installed")
 
 
-def run(folder: Path, name: str, *words: str, faults: tuple[str, ...] = ()) -> RunRecord:
+def run(
+    folder: Path, name: str, *words: str, faults: tuple[str, ...] = (), script: Sequence[str] | None = None
+) -> RunRecord:
     """Run a job of two ranks and a spare, and return its record."""
     model = folder / "Qwen" / "Qwen3-30B-A3B"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(SIZES))
     options = ["--trainer", "bridge", "--nproc", "2", "--spares", "1", "--ranks-per-node", "1"]
-    arguments = ["--work", str(folder), "--moevement-sparse-ckpt", "--run-dir", str(folder / name), *words]
+    argv = [str(JOB / "train.py"), "--work", str(folder)] if script is None else list(script)
+    arguments = ["--moevement-sparse-ckpt", "--run-dir", str(folder / name), *words]
     arguments += [word for fault in faults for word in ("--moevement-inject", fault)]
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(JOB), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(JOB), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    command = [sys.executable, "-m", "moevement_cli.main", "launch", *options, str(JOB / "train.py"), *arguments]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "moevement_cli.main", "launch", *options, *argv, *arguments]
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return RunRecord(folder / name)
 
@@ -91,8 +105,33 @@ def test_a_resumed_job_recovers(tmp_path: Path) -> None:
     assert resumed.summary()["state_digest"] == free.summary()["state_digest"]
 
 
-@pytest.mark.skipif(find_spec("megatron.bridge") is not None, reason="megatron-bridge is installed")
-def test_without_the_wheel_the_launcher_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@needs_wheel
+@pytest.mark.slow("two jobs, and Bridge's imports")
+def test_a_recipe_by_name_recovers(tmp_path: Path) -> None:
+    """Train by the name of a recipe, with settings on the command line and no script; kill a rank."""
+    free = run(tmp_path, "free", script=RECIPE)
+    killed = run(tmp_path, "killed", script=RECIPE, faults=("rank=1,iteration=5,phase=backward",))
+    assert is_the_same(free, killed)
+    assert [line["iteration"] for line in killed.metrics()] == list(range(1, 9))
+
+
+@needs_wheel
+@pytest.mark.parametrize(
+    ("name", "near"), [("qwen3_30b_a3b_pretrain", RECIPE[0]), pytest.param("zzz", "SCRIPT", marks=pytest.mark.full)]
+)
+def test_an_unknown_recipe_is_refused_with_the_names_like_it(
+    name: str, near: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["launch", "--trainer", "bridge", "--nproc", "2", str(JOB / "train.py"), "--work", str(tmp_path)])
+        main(["launch", "--trainer", "bridge", "--nproc", "2", name])
+    err = capfd.readouterr().err
+    assert near in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(find_spec("megatron.bridge") is not None, reason="megatron-bridge is installed")
+@pytest.mark.parametrize("script", [str(JOB / "train.py"), RECIPE[0]])
+def test_without_the_wheel_the_launcher_refuses(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "--trainer", "bridge", "--nproc", "2", script])
     assert "megatron-bridge" in capfd.readouterr().err

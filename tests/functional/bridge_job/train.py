@@ -9,11 +9,12 @@ import argparse
 import os
 from typing import Any
 
-from megatron.bridge.models.gpt_provider import local_layer_spec
 from megatron.bridge.recipes.qwen import qwen3_30b_a3b_pretrain_config
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+
+from megatron.moevement.bridge.recipes import use_cpu
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--work", required=True)
@@ -28,13 +29,6 @@ os.chdir(args.work)
 MODEL: dict[str, Any] = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": args.pipeline,
     "expert_model_parallel_size": args.experts, "sequence_parallel": False, "seq_length": 32,
-    # Everything below needs a GPU or Transformer Engine in the recipe.
-    "transformer_layer_spec": local_layer_spec, "transformer_impl": "local", "moe_grouped_gemm": False,
-    "moe_permute_fusion": False, "moe_router_fusion": False, "moe_token_dispatcher_type": "alltoall",
-    "moe_flex_dispatcher_backend": None, "masked_softmax_fusion": False, "apply_rope_fusion": False,
-    "cross_entropy_loss_fusion": False, "persist_layer_norm": False, "gradient_accumulation_fusion": False,
-    "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
-    "cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_scope": None,
 }  # fmt: skip
 
 
@@ -46,6 +40,7 @@ class Report(Callback):
 
 
 cfg = qwen3_30b_a3b_pretrain_config()
+use_cpu(cfg)
 for name, value in MODEL.items():
     setattr(cfg.model, name, value)
 cfg.tokenizer.tokenizer_type, cfg.tokenizer.tokenizer_model = "NullTokenizer", None
@@ -57,6 +52,5 @@ cfg.validation.eval_iters, cfg.validation.eval_interval = 2, 4
 cfg.logger.log_interval, cfg.logger.tensorboard_dir = 1, None
 cfg.checkpoint.save = cfg.checkpoint.load = args.save
 cfg.checkpoint.save_interval = 4
-cfg.dist.distributed_backend = "gloo"
 cfg.scheduler.lr_warmup_iters = 1
 pretrain(cfg, forward_step, callbacks=[Report()])
