@@ -493,7 +493,7 @@ class Checkpointer:
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... time is reported
             return
-        why = "its gradients were not logged" if is_room_left else "the memory reserved for snapshots is full"
+        why = "its gradients were not logged" if is_room_left else "the host memory reserved for snapshots is full"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
             f"iteration {iteration}: {why}, so the unfinished window ({lost}) is abandoned; the persisted window "

@@ -65,7 +65,7 @@ def test_it_waits_longer_and_longer() -> None:
 
 
 def test_the_first_error_is_named_beside_the_last_one() -> None:
-    """After ranks have got different states, each recovery fails for that reason; the first error has the cause."""
+    """Let every recovery fail for a reason that only the first error explains."""
     attempts = Attempts()
     reasons = [attempts.failed(generation, [], [f"error {generation}"]) for generation in range(FAILURES)]
     assert re.search(rf"\berror 0\b.*\berror {FAILURES - 1}\b", str(reasons[-1]))
