@@ -164,7 +164,7 @@ def loop(session: ft.Session) -> None:
 
 
 try:
-    # A replay freezes parameters, which a captured graph does not notice. torch 2.13 has no other backend's FSDP.
+    # Nobody has replayed with captured graphs. With torch 2.13, FSDP refuses the parameters of the other backends.
     fixed = ["--training.disable_cuda_graphs", "--parallelism.spmd_backend", "partial_dtensor"]
     config = ConfigManager().parse_args(["--module", args.module, "--config", args.config, *words, *fixed])
 except (ImportError, ValueError) as error:

@@ -54,6 +54,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> RecipeRuns:
     return RecipeRuns(SMALL, tmp_path_factory.mktemp("small"))
 
 
+@pytest.mark.slow("two jobs")
 def test_a_seed_from_the_clock_fails_the_first_gate(tmp_path: Path) -> None:
     complaint = gates.fixed_environment(RecipeRuns(like(SeededByClock, "clock"), tmp_path))
     assert complaint is not None
