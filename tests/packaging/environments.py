@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.training import ROOT
@@ -44,6 +45,21 @@ def build(source: Path, folder: Path, *options: str) -> list[Path]:
     ended = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return sorted(folder.iterdir())
+
+
+def overlay(folder: Path, *wheels: str) -> None:
+    """Install packages, without what they require, into a folder for PYTHONPATH beside the present environment.
+
+    The test is skipped if the package index cannot be reached, or does not have them.
+
+    Args:
+        folder: the folder.
+        wheels: requirements, or ``-r`` and a file of requirements.
+    """
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wheels]
+    ended = subprocess.run(install, capture_output=True, text=True, timeout=280)
+    if ended.returncode:
+        pytest.skip(f"{wheels[0]} cannot be installed here: {ended.stderr.strip().splitlines()[-1]}")
 
 
 class Environment:

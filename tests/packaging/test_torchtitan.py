@@ -9,8 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from moevement_cli.main import main
 from moevement_core.run.run_record import RunRecord
 from tests.launching import command, finished, logs
+from tests.packaging.environments import overlay
 from tests.training import ROOT
 
 pytestmark = pytest.mark.builds
@@ -44,13 +43,10 @@ IN_BACKWARD = """\
 
 
 @pytest.fixture(scope="module")
-def overlay(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with torchtitan, for PYTHONPATH; skip if the package index does not have it."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with torchtitan, for PYTHONPATH."""
     folder = tmp_path_factory.mktemp("torchtitan")
-    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *WHEELS]
-    ended = subprocess.run(install, capture_output=True, text=True, timeout=280)
-    if ended.returncode:
-        pytest.skip(f"torchtitan cannot be installed here: {ended.stderr.strip().splitlines()[-1]}")
+    overlay(folder, *WHEELS)
     return folder
 
 
@@ -85,10 +81,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Jobs:
     """Starter of jobs of torchtitan, which share a script, an installation and texts."""
 
-    def __init__(self, script: Path, overlay: Path, assets: Path) -> None:
+    def __init__(self, script: Path, installed: Path, assets: Path) -> None:
         self._script, self._assets = script, assets
         self._environment = {
-            **os.environ, "PYTHONPATH": str(overlay), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            **os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(assets / "cache"),
         }  # fmt: skip
         # Each rank imports torchtitan. With byte code this takes less than half of the time.
@@ -110,8 +106,8 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(script: Path, overlay: Path, assets: Path) -> Jobs:
-    return Jobs(script, overlay, assets)
+def jobs(script: Path, installed: Path, assets: Path) -> Jobs:
+    return Jobs(script, installed, assets)
 
 
 def full(*values: Any) -> Any:

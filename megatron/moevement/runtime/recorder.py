@@ -223,7 +223,7 @@ def write_summary(job: Job, started_s: float) -> None:
             "wall_s": time.monotonic() - started_s,
             "world_size": torch.distributed.get_world_size(),
             "checkpointing": checkpointing,
-            "environment": [kind for rank, kind in enumerate(environments) if kind not in environments[:rank]],
+            "environment": list({tuple(sorted(each.items())): each for each in environments}.values()),
             "state_digest": digest,
         }
     )
