@@ -32,7 +32,8 @@ class _Interrupts:
 
     During an import the handler does not raise. In a finalizer, Python drops the exception. In both cases an alarm
     (SIGALRM) calls the handler again. An alarm serves here and not a thread, because the handler may have interrupted
-    the start of a thread, and must then not start another thread.
+    the start of a thread, and must then not start another thread. It repeats until the handler raises, because a signal
+    just before a blocking call, such as a sleep, runs no Python code until the call returns, or another signal comes.
     """
 
     def __init__(self) -> None:
@@ -57,14 +58,15 @@ class _Interrupts:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if is_importing(frame):
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
     def _drops(self, unraisable: Any) -> None:
         """Repeat a KeyboardInterrupt that Python dropped in a finalizer or in a callback of the garbage collector."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         else:
             self._unraisable(unraisable)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -252,8 +253,13 @@ def test_clean_leaves_runs_of_a_users_own(tmp_path: Path) -> None:
 
 
 def test_other_versions_have_an_environment_of_their_own() -> None:
-    command = ["make", "--dry-run", "test-with", "TORCH=2.15.0", "MEGATRON=/checkout", "TESTS=tests/unit"]
-    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    def lines_of(*words: str) -> list[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "--no-print-directory", "--dry-run", "test-with", *words]
+        made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
+        return made.stdout.splitlines()
+
+    lines = lines_of("TORCH=2.15.0", "MEGATRON=/checkout", "TESTS=tests/unit")
     variable, script = lines[0].split()
     folder = variable.removeprefix("VENV=")
     assert script == "scripts/bootstrap.sh"
@@ -261,6 +267,6 @@ def test_other_versions_have_an_environment_of_their_own() -> None:
     assert all(line.startswith(f"{folder}/bin/") for line in lines[1:])
     assert "torch==2.15.0" in lines[1].split()
     assert {"--megatron=/checkout", "tests/unit"} <= set(lines[2].split())
-    lines = subprocess.run(command[:3], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = lines_of()
     assert lines[0].split()[0] == "VENV=.venv"
     assert lines[-1].startswith(".venv/bin/python ")
