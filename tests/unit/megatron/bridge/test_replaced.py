@@ -49,7 +49,7 @@ def signatures() -> dict[str, str]:
 
 def test_the_signatures_are_those_this_binding_was_written_for() -> None:
     # A process of its own imports Bridge with the stand-in for Transformer Engine.
-    paths = [str(ROOT), str(ROOT / "tests" / "functional" / "bridge_job")]
+    paths = [str(ROOT), str(ROOT / "tests" / "functional" / "bridge_job"), os.environ.get("PYTHONPATH", "")]
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"from {__name__} import *; print(json.dumps(signatures()))"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=280,
