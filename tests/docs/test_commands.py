@@ -256,8 +256,8 @@ def test_other_versions_have_an_environment_of_their_own() -> None:
     def lines_of(*words: str) -> list[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "--no-print-directory", "--dry-run", "test-with", *words]
-        made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
-        return made.stdout.splitlines()
+        dry_run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
+        return dry_run.stdout.splitlines()
 
     lines = lines_of("TORCH=2.15.0", "MEGATRON=/checkout", "TESTS=tests/unit")
     variable, script = lines[0].split()
