@@ -21,7 +21,7 @@ EXAMPLES = {
     "moevement_cli._examples.pretrain_moe": "examples/pretrain_moe",
     "moevement_cli._examples.pretrain_moe.configs": "examples/pretrain_moe/configs",
 }
-"""What `moevement plan deepseek_moe` and `moevement bench` read, where there is no checkout."""
+"""Folders that `moevement plan deepseek_moe` and `moevement bench` read where there is no checkout, by package."""
 
 EPOCH = "315532800"
 """Time of all files in the archives, in seconds since 1970: 1980-01-01, the first that a wheel can have."""

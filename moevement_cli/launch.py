@@ -96,10 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     never_fails()
     check_variables()
     argv = [arguments.script, *arguments.arguments]
-    if arguments.trainer == "bridge":
-        from megatron.moevement.bridge.recipes import as_script
-
-        argv = as_script(argv)
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
         arguments.spares = 0
     if arguments.spares is not None:  # Without this variable at its import, torch warns at each poll of the store.
@@ -129,6 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
         for note in (checkout.untested(), checkout.passed_over(arguments.script) if trainer is MEGATRON else None):
             if note is not None:
                 print(f"moevement: {note}", flush=True)
+    if trainer is BRIDGE:
+        from megatron.moevement.bridge.recipes import as_script
+
+        argv = as_script(argv)
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
         variables = (slurm if trainer is TORCH else megatrons).read_variables()

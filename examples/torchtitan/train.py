@@ -135,8 +135,6 @@ def make() -> ft.TorchBinding:
         # The chunked loss leaves it so. Otherwise a replacement's first pass gathers other weights than other ranks.
         model.lm_head.set_reshard_after_forward(True)
         model.lm_head.set_reshard_after_backward(True)
-    # In a replay the embedding may be frozen, but all ranks still have to communicate in the backward pass.
-    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
     def compute_gradients(iteration: int, batches: tuple[tuple[dict[str, torch.Tensor], torch.Tensor], ...]) -> Any:
         trainer.gc_handler.run(iteration)

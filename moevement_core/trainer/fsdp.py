@@ -106,8 +106,7 @@ def roots(model: nn.Module) -> Iterator[FSDPModule]:
 def begin_sharding(model: nn.Module) -> None:
     """Let FSDP finish its setup, which it would do in the first forward pass. It communicates nothing.
 
-    FSDP takes the dtype of a gradient's reduction from the parameters that are trained then. A replacement's first pass
-    is a replay, in which parameters may be frozen, so it would reduce in another dtype than the other ranks.
+    Without it, FSDP cannot drop the remains of a pass if a failure comes before this rank's first one.
     """
     for root in roots(model):
         root._get_fsdp_state()._lazy_init()

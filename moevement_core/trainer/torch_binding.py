@@ -376,7 +376,7 @@ class TorchBinding(
         for name, buffer in self._buffers():
             buffer.copy_(boundary["buffers"][name])
         for each, state in zip(self._extra, boundary["extra"], strict=True):
-            each.load_state_dict(dict(state))
+            each.load_state_dict(copy.deepcopy(dict(state)))  # The object may keep these tensors, and change them.
         if self._batches is not None:
             self._batches.restore(boundary["loader"])
 

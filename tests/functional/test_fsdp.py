@@ -139,7 +139,7 @@ def test_a_lost_shard_comes_back(nproc: int, recovery: str, tmp_path: Path) -> N
 
 
 def test_a_replacement_reduces_gradients_in_the_dtype_of_the_others(tmp_path: Path) -> None:
-    """Compute in BF16 and reduce in FP32. A replacement's first pass is a replay in which most operators are frozen."""
+    """Compute in BF16 and reduce in FP32. A replacement's first pass is a replay of mostly frozen operators."""
     policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
     script = SCRIPT.replace("import fully_shard", "import MixedPrecisionPolicy, fully_shard")
     script = script.replace("fully_shard(layer)", f"fully_shard(layer, {policy})")

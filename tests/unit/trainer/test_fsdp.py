@@ -20,7 +20,15 @@ from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.trainer import fsdp
-from moevement_core.trainer.fsdp import ShardedRows, forget_pass, holders, refuse_other_shards, roots, used_names
+from moevement_core.trainer.fsdp import (
+    ShardedRows,
+    begin_sharding,
+    forget_pass,
+    holders,
+    refuse_other_shards,
+    roots,
+    used_names,
+)
 from moevement_core.trainer.torch_binding import make_state
 
 
@@ -99,6 +107,14 @@ def test_a_separate_group_for_reductions_is_refused(one_rank: None) -> None:
         refuse_other_shards(model)
     model.set_separate_reduce_scatter_group(False)
     refuse_other_shards(model)
+
+
+def test_an_interruption_before_the_first_pass_leaves_nothing_to_drop(one_rank: None) -> None:
+    model = sharded_layer()
+    begin_sharding(model)
+    forget_pass(model)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad is not None
 
 
 def test_every_private_name_is_checked(one_rank: None) -> None:

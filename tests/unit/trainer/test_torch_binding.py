@@ -114,6 +114,27 @@ def test_a_moving_average_keeps_its_state_while_the_optimizer_s_is_created() -> 
     assert int(average.n_averaged) == 0
 
 
+def test_extra_state_that_is_kept_as_it_is_loaded_leaves_the_boundary_alone() -> None:
+    class Average:
+        value = torch.zeros(1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    module, average = model(), Average()
+    binding = TorchBinding(
+        module, torch.optim.SGD(module.parameters()), lambda iteration: torch.zeros(()), extra=[average]
+    )
+    saved = binding.boundary_copy()
+    binding.put_boundary(saved)
+    average.value += 1
+    binding.put_boundary(saved)
+    assert average.value == 0
+
+
 def test_a_boundary_without_progress_is_refused() -> None:
     class Nested(TorchBinding):
         def boundary(self) -> dict[str, Any]:
