@@ -45,6 +45,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
+from moevement_core.restart.generation import generation
 from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.capabilities import (
     Counts,
@@ -248,11 +249,16 @@ class MegatronBinding(
 
     @override
     def commit_point(self, vote: Vote) -> CommittedOptimizer:
+        def average_and_vote() -> None:
+            if generation() is not None:  # in a job that can lose a rank
+                self.ledger.average(self.live.iteration + 1)
+            vote()
+
         commit = CommittedOptimizer(
             optimizer=self.live.optimizer,
             boundary=lambda: boundary_after(self.live),
             advance=advanced,
-            vote=vote,
+            vote=average_and_vote,
             step=lambda: self.on_step(),
             scales=Scales(self.live.model or []),
             num_tokens=lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),

@@ -148,10 +148,7 @@ RECIPES: tuple[TrainingRecipe, ...] = (
         DENSE | PP2 | {"untie_embeddings_and_output_weights": False},
     ),
     TrainingRecipe("dense_distributed", "no experts, distributed optimizer", 2, "DP2", DENSE | DISTRIBUTED),
-    TrainingRecipe(
-        "replicas", "replicas with the whole state, FP32", 2, "DP2", DROPOUT,
-        fails={"kill_replay": "the metrics lack the loss of an iteration whose update one replica finished alone"},
-    ),
+    TrainingRecipe("replicas", "replicas with the whole state, FP32", 2, "DP2", DROPOUT),
     TrainingRecipe("pipeline_experts", "expert and pipeline parallelism", 4, "PP2 x EP2", PP2 | EP2 | OVERLAP),
     TrainingRecipe("pipeline_four", "four stages", 4, "PP4", {"pipeline_model_parallel_size": 4}),
     TrainingRecipe(

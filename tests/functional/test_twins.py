@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.failure_free import failure_free_digest
+from moevement_core.run.verify import compare
+from tests.failure_free import failure_free, failure_free_digest
 from tests.functional.jobs import SPARSE
 from tests.launching import survive
 
@@ -16,7 +17,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
         4, {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.1, "bf16": True},
         ("rank=1,iteration=8,phase=backward", "rank=2,iteration=13,phase=step", "rank=3,iteration=17,phase=forward"),
     ),
-    "DP2": (2, {"moevement_replicas": 1}, ("rank=1,iteration=6,phase=forward", "rank=0,iteration=12,phase=reduce")),
+    "DP2": (
+        2, {"moevement_replicas": 1},
+        ("rank=1,iteration=6,phase=forward", "rank=0,iteration=10,phase=reduce", "rank=1,iteration=14,phase=step"),
+    ),
     "EP2xEDP2": (
         4, {"expert_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**16, "global_batch_size": 8},
         ("rank=0,iteration=7,phase=backward", "rank=3,iteration=15,phase=step"),
@@ -29,10 +33,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 )
 def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout: str) -> None:
     nproc, words, faults = LAYOUTS[layout]
-    wanted = failure_free_digest(nproc, **SPARSE | words)
+    wanted = failure_free(nproc, **SPARSE | words)
     survived = survive(nproc, len(faults), tmp_path / "recovered", inject=faults, **SPARSE | words)
-    assert survived.digest == wanted
-    survived.check_metrics(20)
+    # The metrics too: another rank knows the loss of an iteration in whose update a rank was lost.
+    assert compare(wanted, survived.record).first_difference is None
     recoveries = [failure["recovery"] for failure in survived.failures()]
     assert len(recoveries) == len(faults)
     for recovery in recoveries:

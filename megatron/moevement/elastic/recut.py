@@ -162,23 +162,13 @@ class MegatronRecut(Recut):
 
     @override
     def results(self, iteration: int) -> Any:
-        """Return two numbers for each loss (``Ledger.sums_of``); None if this rank has no losses of ``iteration``."""
-        return self._ledger.sums_of(iteration)
+        """Return the mean losses of ``iteration`` by name; None if this rank has none."""
+        return self._ledger.losses_of(iteration)
 
     @override
     def put_results(self, iteration: int, parts: Mapping[RankLayout, Any], outcome: Mapping[str, Any]) -> None:
-        """Keep the metrics of ``iteration`` in the ledger, which writes them if they are missing.
-
-        They have no losses if a rank that had computed a part of the losses failed.
-        """
-        args = self._live.args
-        sums = {layout: sums for layout, sums in parts.items() if sums is not None and Shard(*layout.shard).tensor == 0}
-        ranks_of_replica = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-        losses: dict[str, torch.Tensor] = {}
-        if sums and len(sums) >= next(iter(sums)).world // ranks_of_replica:
-            by_rank = [of_rank for _, of_rank in sorted(sums.items(), key=lambda item: item[0].rank)]
-            totals = {name: torch.stack([of_rank[name] for of_rank in by_rank]).sum(dim=0) for name in by_rank[0]}
-            losses = {name: total[0] / total[1] for name, total in totals.items()}
+        """Keep the metrics of ``iteration`` in the ledger, which writes them if they are missing."""
+        losses: dict[str, Any] = next((losses for losses in parts.values() if losses is not None), {})
         norm = as_logged(outcome.get("clip_norm"))
         self._ledger.replayed(iteration, losses, bool(outcome.get("overflow")), norm)
 

@@ -23,10 +23,8 @@ class _Known:
 
     written: int
     """Newest iteration whose metrics line the rank has written; 0 on ranks that write none."""
-    is_last_stage: bool
-    has_losses: bool
-    """True if the rank has the losses of each micro-batch of the last committed iteration."""
     line: dict[str, Any] | None
+    """Metrics of the last committed iteration; None on ranks that do not know them."""
 
 
 class Ledger:
@@ -42,6 +40,8 @@ class Ledger:
         self.last_loss: float | str | None = None
         self.micro_batch_losses: tuple[int, Any] = (0, None)
         """Iteration of this rank's last forward and backward passes, and the losses that they returned."""
+        self.mean_losses: tuple[int, dict[str, torch.Tensor]] = (0, {})
+        """Iteration of the last :meth:`average`, and its losses by name, on the host."""
         self.held_out: dict[str, Any] = {}
         """Last loss on the validation set and on the test set, by the name of the set."""
         self.evaluated_set = "validation"
@@ -102,21 +102,23 @@ class Ledger:
             **checkpointing,
         )
 
-    def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
-        """Return two numbers for each loss: the sum over this rank's micro-batches, and the number of their tokens.
+    def average(self, iteration: int) -> None:
+        """Average the losses of ``iteration`` over ranks, before its update. Collective over ranks of the last stage.
 
-        The two numbers of a loss are one tensor, on the host. The result is None in three cases: the last iteration
-        that this rank executed is not ``iteration``, the rank has no losses, or Megatron's schedule returned means
-        instead of sums, as it does for old scripts.
+        Megatron averages them after the update. A rank that fails in between takes its part of the losses with it.
+        With this average, each other rank of the last stage knows the losses of every iteration that was committed.
+
+        Ranks without losses return at once.
         """
         ran, micro_batches = self.micro_batch_losses
-        if ran != iteration or not micro_batches:
-            return None
-        sums = {
-            name: torch.vstack([micro_batch[name].view(-1) for micro_batch in micro_batches]).sum(dim=0).cpu()
-            for name in micro_batches[0]
-        }
-        return sums if all(total.numel() == 2 for total in sums.values()) else None
+        if ran == iteration and micro_batches:
+            losses = _averaged(micro_batches)
+            self.mean_losses = (iteration, {name: loss.cpu() for name, loss in losses.items()})
+
+    def losses_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
+        """Return the mean losses of ``iteration``; None if this rank has averaged those of another one, or none."""
+        averaged, losses = self.mean_losses
+        return losses if averaged == iteration else None
 
     def complete(self, until: int, outcome: Mapping[str, Any]) -> None:
         """Write the missing metrics lines up to iteration ``until`` after a failure. Collective.
@@ -125,28 +127,19 @@ class Ledger:
             until: last committed iteration; model and optimizer already have the state after it.
             outcome: outcome of the optimizer step of ``until``.
         """
-        from megatron.core import parallel_state
-
         record = self._live.record
         newest = record.newest_metric() if record is not None else None
         lines, self._replayed = self._replayed, {}
-        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        has_losses = self.micro_batch_losses[0] == until and bool(self.micro_batch_losses[1])
-        gathered: list[_Known] = all_gather_objects(
-            _Known(newest["iteration"] if newest else 0, is_last, has_losses, lines.get(until) if is_last else None),
-            _Known,
-        )
+        line = lines.get(until)
+        if line is None and (losses := self.losses_of(until)) is not None:
+            line = self._line_of(losses, bool(outcome.get("overflow")), as_logged(outcome.get("clip_norm")))
+        gathered: list[_Known] = all_gather_objects(_Known(newest["iteration"] if newest else 0, line), _Known)
         written = gathered[-1].written  # The last rank writes the lines.
         if written >= until:
             return
-        # Ranks of the last stage that re-executed or restored the iteration have the iteration's line.
-        if (known := next((rank.line for rank in reversed(gathered) if rank.line is not None), None)) is not None:
-            lines[until] = known
-        elif is_last and all(rank.has_losses for rank in gathered if rank.is_last_stage):
-            norm = as_logged(outcome.get("clip_norm"))
-            lines[until] = self._line_of(
-                _averaged(self.micro_batch_losses[1]), bool(outcome.get("overflow")), norm
-            )  # fmt: skip
+        # A line with losses is from a rank of the last stage, which executed or restored the iteration.
+        known = [rank.line for rank in gathered if rank.line is not None]
+        lines[until] = max(known, key=lambda line: bool(line["losses"]), default={})
         if record is None:
             return
         wait_until_held()
@@ -197,7 +190,7 @@ def _write_scalars(
 
 
 def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Average the losses of an iteration's micro-batches. Collective over the ranks of the last stage.
+    """Average the losses of an iteration's micro-batches, as Megatron does. Collective over ranks of the last stage.
 
     For each micro-batch, Megatron returns each loss as its sum over tokens and the number of tokens. If the training
     script has an old form of loss function, Megatron returns the mean.
