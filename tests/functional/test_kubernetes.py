@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -167,7 +168,7 @@ class Cluster:
         first = {"MOEVEMENT_FIRST_TASK": "2"} if name == "spares" else {}
         values = variables(name, self._replaced | first, index)
         words = [expanded(word, values) for word in (*container(name)["command"], *container(name)["args"])]
-        environment = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", **values}
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **values}
         with (self.folder / f"{name}_{index}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*_NAMED, f"{name}-0-{index}", str(ROOT / words[0]), *words[1:]], cwd=ROOT, env=environment, stdout=log,

@@ -26,7 +26,7 @@ original = train.ft.TorchBinding.run
 slow = os.environ.get("MOEVEMENT_MEMBER") in {slow!r}
 
 def run(self, iteration, *frozen):
-    time.sleep(0.1 if slow else 0.04)
+    time.sleep(0.25 if slow else 0.04)
     original(self, iteration, *frozen)
 
 train.ft.TorchBinding.run = run
