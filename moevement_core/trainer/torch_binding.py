@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.lr_scheduler import LRScheduler
 
 from moevement_core.audit.evidence import AuditedModel
 from moevement_core.engine.layout import OperatorState, in_order
 from moevement_core.errors import ConfigError
-from moevement_core.operators import EMBEDDING, HEAD, Operator, OperatorKind, OperatorTable, StateBytes, layer_name
+from moevement_core.operators import Operator, OperatorTable, StateBytes
 from moevement_core.policy.popularity import Ordering
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
@@ -46,6 +45,7 @@ from moevement_core.trainer.capabilities import (
     SupportsSkips,
     SupportsWipe,
 )
+from moevement_core.trainer.first_state import make_state
 from moevement_core.trainer.fsdp import (
     ShardedRows,
     begin_sharding,
@@ -58,6 +58,7 @@ from moevement_core.trainer.fsdp import (
     use_new_groups,
 )
 from moevement_core.trainer.interface import Place
+from moevement_core.trainer.module_operators import OperatorParts, operators_of, refuse_models, refuse_unnamed
 from moevement_core.trainer.recut import Recut
 from moevement_core.trainer.token_counts import TokenCounts
 
@@ -73,9 +74,6 @@ and the third comparison sees the difference.
 """
 NO_NUMBER = -(1 << 62)
 """Number that is smaller than every digest and every negated digest."""
-
-OperatorParts = tuple[str, OperatorKind, Sequence[nn.Parameter]]
-"""Name of an operator, its kind, and its parameters on this rank."""
 
 
 class TorchBinding(
@@ -140,7 +138,7 @@ class TorchBinding(
         extra: Iterable[Stateful] = (),
         seed: int = 0,
     ) -> None:
-        _refuse(model)
+        refuse_models(model)
         refuse_other_shards(model)
         begin_sharding(model)
         self.model = model
@@ -154,7 +152,7 @@ class TorchBinding(
             for name, kind, parameters in (operators_of(model) if operators is None else operators)
         ]
         held = [parameter for group in self._groups() for parameter in group["params"]]
-        _refuse_unnamed(model, held, self._parts)
+        refuse_unnamed(model, held, self._parts)
         self._trained = trained = [parameter for parameter in held if parameter.requires_grad]
         self._extra = list(extra)
         before = [copy.deepcopy(each.state_dict()) for each in self._extra]
@@ -482,94 +480,6 @@ class TorchBinding(
                 entry.tensor.fill_(float("nan") if entry.tensor.is_floating_point() else 0)
 
 
-def operators_of(model: nn.Module) -> Iterator[OperatorParts]:
-    """Yield operators of a model without experts: its layers, its embeddings, and the rest, the head.
-
-    Layers are the elements of the outermost ``nn.ModuleList`` objects. A parameter that several modules share belongs
-    to the first operator with it.
-    """
-    taken = set[int]()
-
-    def new(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        return [each for each in parameters if not (id(each) in taken or taken.add(id(each)))]  # type: ignore[func-returns-value]
-
-    outside = list(_outside_of_lists(model))
-    embeddings = [
-        each for module in outside if isinstance(module, nn.Embedding) for each in module.parameters(recurse=False)
-    ]
-    layers = [layer for module in outside if isinstance(module, nn.ModuleList) for layer in module]
-    if first := new(embeddings):
-        yield EMBEDDING, OperatorKind.EMBEDDING, first
-    for number, layer in enumerate(layers):
-        if own := new(layer.parameters()):
-            yield layer_name(number), OperatorKind.LAYER, own
-    if rest := new(model.parameters()):
-        yield HEAD, OperatorKind.HEAD, rest
-
-
-def _outside_of_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules in it, but not those inside of an ``nn.ModuleList``."""
-    yield module
-    if not isinstance(module, nn.ModuleList):
-        for child in module.children():
-            yield from _outside_of_lists(child)
-
-
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of an optimizer that has none, by a step with gradients of 0, and set the state to 0 again.
-
-    Weights keep their bits. State that exists already stays.
-
-    Raises:
-        ConfigError: the first step leaves state that is not 0, so its value before the step is not known, or it
-            communicates.
-    """
-    with torch.no_grad():
-        new = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-            if parameter.requires_grad and not optimizer.state.get(parameter)
-        ]  # fmt: skip
-        if not new:
-            return
-        if any(group.get("dampening") for group in optimizer.param_groups):
-            raise ConfigError(
-                f"{type(optimizer).__name__} with dampening: its first step differs from later ones; create the "
-                "state of every parameter before you make the binding"
-            )
-        weights = [parameter.detach().clone() for parameter in new]
-        before = {id(parameter) for parameter in optimizer.state if optimizer.state[parameter]}
-        for parameter in new:
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.zero_()  # Otherwise weight decay would leave something in momentum buffers.
-        with CommDebugMode() as seen:
-            optimizer.step()  # Parameters with state have no gradient here, so their state and weights do not change.
-        if seen.get_total_counts():
-            raise ConfigError(
-                f"{type(optimizer).__name__} communicates in its step, because parameters are sharded; a step must "
-                "not, as a lost rank repeats it alone: take an optimizer that works on each element, such as AdamW"
-            )
-        optimizer.zero_grad()
-        for parameter, weight in zip(new, weights, strict=True):
-            parameter.copy_(weight)
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in before:
-                continue
-            for name, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    if value is not None:
-                        raise ConfigError(
-                            f"{type(optimizer).__name__}: its state {name!r} is {type(value).__name__}; needs tensors, "
-                            "which a snapshot can save"
-                        )
-                    continue
-                if name != "step" and bool(shard_of(value).count_nonzero()):
-                    raise ConfigError(
-                        f"{type(optimizer).__name__}: its state {name!r} does not begin at 0; create the state of "
-                        "every parameter before you make the binding"
-                    )
-                value.zero_()
-
-
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: shard_of(value) for name, value in in_order(state).items() if isinstance(value, torch.Tensor)}
 
@@ -593,41 +503,3 @@ def _bytes(state: OperatorState) -> StateBytes:
     return StateBytes.of_tensors(
         [entry.tensor for entry in state.compute], masters, others, [entry.tensor for entry in state.gradient]
     )
-
-
-def _refuse(model: nn.Module) -> None:
-    """Refuse models that this binding does not handle.
-
-    Raises:
-        ConfigError: the model averages gradients itself, or a parameter is not contiguous.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "the model is wrapped in DistributedDataParallel; give TorchBinding the module inside it (.module), "
-            "because TorchBinding averages gradients itself"
-        )
-    for name, parameter in model.named_parameters():
-        if not parameter.is_contiguous():
-            raise ConfigError(f"parameter {name} is not contiguous; make it so before you make the optimizer")
-
-
-def _refuse_unnamed(
-    model: nn.Module, trained: Sequence[nn.Parameter], parts: Sequence[tuple[str, OperatorKind, list[nn.Parameter]]]
-) -> None:
-    """Refuse operators that do not hold each parameter exactly once.
-
-    Raises:
-        ConfigError: a parameter of the model or an optimizer is in no operator, or in several, or in two optimizers.
-    """
-    if len(trained) != len(set(map(id, trained))):
-        raise ConfigError("a parameter is in several optimizers, or twice in one; give it to one")
-    held = [id(parameter) for _, _, parameters in parts for parameter in parameters]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if missing := [each for each in (*names, *map(id, trained)) if each not in set(held)]:
-        raise ConfigError(
-            f"parameter {names.get(missing[0], 'of the optimizer that is not in the model')!r} is in no operator; "
-            "give it to one"
-        )
-    if len(held) != len(set(held)):
-        twice = next(each for each in held if held.count(each) > 1)
-        raise ConfigError(f"parameter {names.get(twice, '?')!r} is in several operators; give it to one")

@@ -20,6 +20,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
 from moevement_core.trainer import fsdp
+from moevement_core.trainer.first_state import make_state
 from moevement_core.trainer.fsdp import (
     ShardedRows,
     begin_sharding,
@@ -29,7 +30,6 @@ from moevement_core.trainer.fsdp import (
     roots,
     used_names,
 )
-from moevement_core.trainer.torch_binding import make_state
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorKind
 from moevement_core.trainer.capabilities import refuse_without_progress
-from moevement_core.trainer.torch_binding import TorchBinding, make_state, operators_of
+from moevement_core.trainer.first_state import make_state
+from moevement_core.trainer.module_operators import operators_of
+from moevement_core.trainer.torch_binding import TorchBinding
 
 
 def model() -> nn.ModuleDict:
