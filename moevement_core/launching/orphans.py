@@ -43,6 +43,8 @@ class Orphans:
         self._since: dict[psutil.Process, float] = {}
         self._releasing: dict[int, float] = {}
         """Monotonic time in seconds at which :meth:`release_device` was first called, by ended member."""
+        self._ending: dict[int, set[psutil.Process]] = {}
+        """Processes that :meth:`release_device` has killed and not seen end, by ended member."""
 
     def expect(self) -> None:
         """Begin to search for orphans, because a process has ended; the search goes on for twice :data:`GRACE_S`."""
@@ -73,7 +75,10 @@ class Orphans:
                     process.kill()
 
     def release_device(self, member: int, started_pids: Collection[int]) -> bool:
-        """Kill the orphans of an ended member that have a device open; return True if no such orphan is left.
+        """Kill the orphans of an ended member that have a device open; return True once all of them have ended.
+
+        A process that ends has neither an environment nor open files any more while its driver still frees the device.
+        So the method remembers which processes it has killed.
 
         While an orphan lives, the device has no memory for the replacement. So the supervisor reports the death only
         after this method has returned True. It returns True after :data:`RELEASE_S` in any case.
@@ -84,16 +89,17 @@ class Orphans:
         """
         if not glob(DEVICE_FILES):
             return True
-        holders = [
-            process for process in _adopted(started_pids) if _member_of(process) == member and _holds_device(process)
-        ]
-        for process in holders:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        ending = self._ending.setdefault(member, set())
+        for process in _adopted(started_pids):
+            if _member_of(process) == member and _holds_device(process):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                ending.add(process)
+        ending -= {process for process in ending if _has_ended(process)}
         since = self._releasing.setdefault(member, time.monotonic())
-        if holders and time.monotonic() - since < RELEASE_S:
+        if ending and time.monotonic() - since < RELEASE_S:
             return False
-        del self._releasing[member]
+        del self._releasing[member], self._ending[member]
         return True
 
 
@@ -107,15 +113,26 @@ def _member_of(process: psutil.Process) -> int | None:
     The function also returns None for resource trackers of ``multiprocessing``, so that the supervisor does not kill
     them. They remove shared memory after all other processes of a member have ended.
     """
-    with suppress(psutil.Error, ChildProcessError):
-        if process.status() == psutil.STATUS_ZOMBIE:
-            os.waitpid(process.pid, os.WNOHANG)
+    with suppress(psutil.Error):
+        if _has_ended(process):
             return None
         environment = process.environ()
         is_started_by_a_rank = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
         if is_started_by_a_rank and not any("resource_tracker" in word for word in process.cmdline()):
             return int(environment[MEMBER_ENV])
     return None
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Return True if a process has ended; reap it if it is a zombie."""
+    try:
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    if is_zombie:
+        with suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    return is_zombie
 
 
 def _holds_device(process: psutil.Process) -> bool:

@@ -84,7 +84,6 @@ def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is
     (device := tmp_path / "nvidia0").touch()
     own, others = holder(device, 3), holder(device, 4)
     try:
-        assert not looking.release_device(3, started_pids=())
         deadline = time.monotonic() + 30
         while not looking.release_device(3, started_pids=()) and time.monotonic() < deadline:
             time.sleep(0.02)
