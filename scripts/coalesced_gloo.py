@@ -28,12 +28,17 @@ def _collective(function: Any, *tensors: torch.Tensor, group: dist.ProcessGroup,
     return manager
 
 
+def _of_member(group: Any) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _run(rank: int, port: int, seconds: float, one_by_one: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    pair, other = dist.new_group([0, 1]), 1 - rank
-    alone = [dist.new_group([member]) for member in range(2)][rank]
+    pair, other = _of_member(dist.new_group([0, 1])), 1 - rank
+    alone = _of_member([dist.new_group([member]) for member in range(2)][rank])
     sending, receiving = (pair, dist.group.WORLD) if rank == 0 else (dist.group.WORLD, pair)
     parameters = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)) for _ in range(PARAMETERS)]
     gradients = [torch.zeros(WIDTH * WIDTH) for _ in parameters]

@@ -148,6 +148,7 @@ def _one_by_one(
     for collective in collectives:
         tensors = [collective.tensor] if collective.dst_tensor is None else [collective.dst_tensor, collective.tensor]
         reduction = {} if collective.redop is None else {"op": collective.redop}
-        works.works.append(collective.op(*tensors, group=group, async_op=True, **reduction))
+        if (work := collective.op(*tensors, group=group, async_op=True, **reduction)) is not None:
+            works.works.append(work)
     if not async_ops:
         works.wait()
