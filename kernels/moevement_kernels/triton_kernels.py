@@ -213,7 +213,8 @@ def hidden_gradient_kernel(
         da = _dot(dy_tile, w_tile, da)
     p_rows = tl.load(p + rows, mask=here, other=0).to(tl.float32)
     a_begin = tl.load(active_offsets + expert)
-    is_active = tl.load(active_offsets + expert + 1) > a_begin
+    # Compared as a block: the interpreter of Triton 3.9 refuses a comparison of scalars as a mask.
+    is_active = tl.broadcast_to(a_begin, (BM, 1)) < tl.load(active_offsets + expert + 1)
     a_rows = rows - tl.load(offsets + expert) + a_begin
     # Half of the columns at a time, because da, h, activation and derivative of all columns do not fit into registers.
     left, right = _halves(da, BM, BN)
