@@ -68,6 +68,8 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.folder, self.bin = folder, folder / "bin"
+        self._borrowed = dict[str, str]()
+        """Versions of the borrowed distributions, by name."""
         (self.site,) = folder.glob("lib/python*/site-packages")
 
     def variables(self) -> dict[str, str]:
@@ -92,10 +94,16 @@ class Environment:
     def install(self, *words: str) -> None:
         """Run `pip install` for this environment, with pip of the environment that tests run in.
 
-        Nothing is compiled: borrowed folders are links, so compiled files would land in the other environment.
+        Nothing is compiled, and no borrowed distribution is replaced: their folders are links, so new files would land
+        in the other environment.
         """
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-compile"]
-        ended = subprocess.run([*pip, *words], cwd=self.folder, capture_output=True, text=True, timeout=280)
+        kept = self.folder / "borrowed.txt"
+        kept.write_text("".join(f"{name}=={version}\n" for name, version in self._borrowed.items()))
+        variables = {**os.environ, "PIP_CONSTRAINT": str(kept)}
+        ended = subprocess.run(
+            [*pip, *words], cwd=self.folder, env=variables, capture_output=True, text=True, timeout=280
+        )
         assert ended.returncode == 0, ended.stderr
 
     def lacks(self, *modules: str) -> bool:
@@ -106,6 +114,7 @@ class Environment:
     def borrow(self, distribution: str) -> None:
         """Link a distribution, and all that it requires, from the environment that tests run in."""
         for name in sorted(_closure(distribution)):
+            self._borrowed[name] = importlib.metadata.version(name)
             for top in {file.parts[0] for file in importlib.metadata.files(name) or () if file.parts[0] != ".."}:
                 if not (self.site / top).exists():
                     (self.site / top).symlink_to(SITE / top)
@@ -119,6 +128,7 @@ class Environment:
         metadata = (renamed / "METADATA").read_text(encoding="utf-8")
         before = f"\nVersion: {importlib.metadata.version(distribution)}\n"
         assert before in metadata
+        self._borrowed[distribution] = version
         (renamed / "METADATA").write_text(metadata.replace(before, f"\nVersion: {version}\n", 1), encoding="utf-8")
 
 
