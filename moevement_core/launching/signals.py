@@ -47,7 +47,8 @@ class Signals:
         self.asked_by: int | None = None
         """Number of the signal that asked for an orderly end; None if no signal did, or the caller has acted on it."""
         self._stopped_by: int | None = None
-        self._asked_at = -float("inf")
+        self.asked_at = -float("inf")
+        """Monotonic time in seconds of the last signal that asked for an orderly end."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -73,9 +74,9 @@ class Signals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.may_wind_down and number in WIND_DOWN_SIGNALS:
             self.may_wind_down, self.asked_by = False, number
-            self._asked_at = time.monotonic()
+            self.asked_at = time.monotonic()
             return
-        if number in WIND_DOWN_SIGNALS and time.monotonic() - self._asked_at < REPEAT_S:
+        if number in WIND_DOWN_SIGNALS and time.monotonic() - self.asked_at < REPEAT_S:
             return
         self._stopped_by = number
         if not is_importing(frame):

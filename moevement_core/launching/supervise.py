@@ -309,6 +309,30 @@ def _health_check(argv: list[str]) -> HealthCheck | None:
     return HealthCheck(command, os.environ.get(NODE_ENV, socket.gethostname()), period_s=period_s)
 
 
+def pass_on(signals: Signals, client: LeaseClient, task: str) -> None:
+    """Tell the coordinator of a signal: the node leaves, or the job is to end at the next boundary.
+
+    If a node leaves before the job is formed, the job ends. A task may not have heard yet that the job is formed, so it
+    first waits for the coordinator's next answer; the caller calls the function again.
+
+    Args:
+        signals: handlers with the signal, which the function takes from them once it has acted on it.
+        client: client that renews this task's leases.
+        task: name of the task, for the user.
+    """
+    number = signals.asked_by
+    assert number is not None
+    is_formed, why = client.generation >= 0, f"{signal.Signals(number).name} to {task}"
+    if number == NODE_LEAVES and not is_formed and client.heard_at <= signals.asked_at:
+        return
+    signals.asked_by = None
+    if number == NODE_LEAVES and is_formed:
+        client.notice(why)
+        signals.may_wind_down = True
+    else:
+        client.request("wind_down", why)
+
+
 class _Task:
     def __init__(
         self,
@@ -355,7 +379,7 @@ class _Task:
                 self._supervisor.wind_down()
             signals.check()
             if signals.asked_by is not None:
-                self._pass_on(signals)
+                pass_on(signals, self._client, self._task.name)
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
                 return self._end_without_coordinator()
             self._pause(POLL_S)
@@ -367,17 +391,6 @@ class _Task:
             with suppress(OSError):  # The host has no process or memory left; the coordinator asks again.
                 self._standby = self._start_standby()
                 self._supervisor.others = {self._standby.pid}
-
-    def _pass_on(self, signals: Signals) -> None:
-        """Tell the coordinator of a signal: the node leaves, or the job is to end at the next boundary."""
-        number, signals.asked_by = signals.asked_by, None
-        assert number is not None
-        why = f"{signal.Signals(number).name} to {self._task.name}"
-        if number == NODE_LEAVES and self._client.generation >= 0:
-            self._client.notice(why)
-            signals.may_wind_down = True
-        else:
-            self._client.request("wind_down", why)
 
     def _end_without_coordinator(self) -> int:
         """End all processes, because the coordinator cannot be reached; return the exit code of the task."""

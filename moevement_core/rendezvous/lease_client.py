@@ -130,7 +130,9 @@ class LeaseClient:
         """Number of the newest renewal."""
         self._sent_at: dict[int, float] = {}
         """Time at which each recent renewal was sent, by its number, in seconds of the boot-time clock."""
-        self._beat_at = self._heard_at = self._tried_at = -float("inf")
+        self._beat_at = self._tried_at = -float("inf")
+        self.heard_at = -float("inf")
+        """Monotonic time in seconds of the server's newest answer."""
         self._calls = 0
         """Number of attempts to connect since the server last answered."""
         self._random = random.Random(name)
@@ -223,7 +225,7 @@ class LeaseClient:
         interval_s = self.lease_s / BEATS
         # After an outage of the network, TCP may wait long before it retransmits on a silent connection. A new
         # connection is faster.
-        is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
+        is_silent = self._lines is not None and now - max(self.heard_at, self._tried_at) > 2 * interval_s
         if (self._lines is None or is_silent) and now - self._tried_at >= self._pause_s(interval_s):
             self._connect(now)
         if self._lines is not None and not self._lines.is_open:
@@ -354,7 +356,7 @@ class LeaseClient:
         self.other = address_of(text) if (text := answer.get("standby")) else None
         self.start_standby = bool(answer.get("start_standby", False))
         beat = int(answer["beat"])
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         self.is_connected, self._calls = True, 0
         self.lease_s = float(answer["lease_s"])
         if (sent_at := self._sent_at.get(beat)) is not None:

@@ -131,7 +131,7 @@ def test_an_older_connection_of_the_same_supervisor_means_nothing(both: Both) ->
     old = both.client._lines
     both.client._lines = None
     both.client._tried_at = -1e9
-    both.until(lambda: both.client._lines is not None and both.client._heard_at > both.client._tried_at)
+    both.until(lambda: both.client._lines is not None and both.client.heard_at > both.client._tried_at)
     assert old is not None
     old.socket.close()
     for _ in range(20):
@@ -177,8 +177,8 @@ def test_a_stranger_is_disconnected_and_harms_nobody(both: Both, stranger: bytes
             assert len(connection.recv(100)) == 33, "the nonce that everybody gets"
             assert connection.recv(100) == b""
     assert both.holder.lost == []
-    heard = both.client._heard_at
-    both.until(lambda: both.client._heard_at > heard)
+    heard = both.client.heard_at
+    both.until(lambda: both.client.heard_at > heard)
 
 
 def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
@@ -238,8 +238,8 @@ def test_half_open_connections_are_few_and_do_not_stay(both: Both, monkeypatch: 
     for _ in range(30):
         both.server.poll(0.01, both.answer)
     assert len(both.server._server._callers) <= MOST_UNKNOWN + 1
-    heard = both.client._heard_at
-    both.until(lambda: both.client._heard_at > heard)
+    heard = both.client.heard_at
+    both.until(lambda: both.client.heard_at > heard)
     monkeypatch.setattr(signed_server, "SHORT_GREETING_S", 0.0)
     monkeypatch.setattr(signed_server, "GREETING_S", 0.0)
     both.until(lambda: len(both.server._server._callers) == 1)
