@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from moevement_core.errors import ProcessGroupError
+from moevement_core.util.interrupts import held_back
 
 
 def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
@@ -100,10 +101,15 @@ def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[An
 
 @contextmanager
 def _started_deaf() -> Iterator[None]:
-    """Block SIGINT in processes that start inside the context. On Ctrl-C, the parent process kills them itself."""
+    """Block SIGINT in processes that start inside the context. On Ctrl-C, the parent process kills them itself.
+
+    The parent process acts on SIGINT only after the context. Otherwise it could leave a process that has not yet got
+    all of its arguments, which would print an error.
+    """
     resource_tracker.ensure_running()  # This comes first, because the start of the tracker unblocks SIGINT.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with held_back():
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -103,6 +103,29 @@ def interruptible(*, process_ends: bool) -> Iterator[None]:
         interrupts.restore(process_ends=process_ends)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold SIGINT, and an alarm that repeats it, back until the ``with`` block ends; only in the main thread.
+
+    A mask of signals does not suffice: another thread of the process may take the signal, and Python then calls its
+    handler in the main thread all the same.
+    """
+    arrived: list[int] = []
+    replaced: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGALRM):
+            if callable(handler := signal.getsignal(number)):
+                replaced[number] = handler
+                signal.signal(number, lambda taken, frame: arrived.append(taken))
+    try:
+        yield
+    finally:
+        for held, handler in replaced.items():
+            signal.signal(held, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
 def _is_of_interrupt(error: BaseException | None) -> bool:
     """Return True if ``error`` or one of its causes or contexts is a KeyboardInterrupt."""
     seen: set[int] = set()

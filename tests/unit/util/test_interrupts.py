@@ -12,7 +12,7 @@ import pytest
 
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.util.exit_codes import INTERRUPTED
-from moevement_core.util.interrupts import interruptible
+from moevement_core.util.interrupts import held_back, interruptible
 from tests.training import ROOT
 
 COMES = "os.kill(os.getpid(), signal.SIGINT)\n"
@@ -123,3 +123,27 @@ def test_a_launcher_ends_after_an_import_and_not_in_it(tmp_path: Path, monkeypat
             signals.check()
         os.kill(os.getpid(), signal.SIGINT)  # the cleanup is not interrupted again
     assert stopped.value.number == signal.SIGINT
+
+
+def test_an_interrupt_comes_after_what_holds_it_back() -> None:
+    done: list[bool] = []
+
+    def goes_on() -> None:
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        goes_on()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_is_ignored_stays_ignored_where_it_would_be_held_back() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
