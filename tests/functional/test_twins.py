@@ -35,6 +35,8 @@ def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout:
     nproc, words, faults = LAYOUTS[layout]
     wanted = failure_free(nproc, **SPARSE | words)
     survived = survive(nproc, len(faults), tmp_path / "recovered", inject=faults, **SPARSE | words)
+    assert survived.digest == failure_free_digest(nproc, **SPARSE | words)
+    survived.check_metrics(20)
     # The metrics too: another rank knows the loss of an iteration in whose update a rank was lost.
     assert compare(wanted, survived.record).first_difference is None
     recoveries = [failure["recovery"] for failure in survived.failures()]

@@ -96,6 +96,27 @@ def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is
             process.wait()
 
 
+def test_an_orphan_that_lists_no_files_any_more_is_still_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check an orphan as it is while it ends: the driver frees the device, but the process shows no open file."""
+    monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
+    monkeypatch.setattr(orphans, "RELEASE_S", 60.0)
+    monkeypatch.setattr(psutil.Process, "kill", lambda self: None)
+    (device := tmp_path / "nvidia0").touch()
+    own, looking = holder(device, 3), Orphans()
+    try:
+        assert not looking.release_device(3, started_pids=())
+        monkeypatch.setattr(orphans, "_holds_device", lambda process: False)
+        assert not looking.release_device(3, started_pids=())
+        own.kill()
+        os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+        assert looking.release_device(3, started_pids=())
+    finally:
+        own.kill()
+        own.wait()
+
+
 def test_a_device_that_is_not_let_go_holds_back_a_death_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def test_a_task_that_has_not_heard_of_the_job_waits_for_an_answer(client: Record
     assert client.requests == ([] if generation == 0 else ["wind_down"])
 
 
-def test_other_signals_end_the_job_at_once(client: RecordedClient) -> None:
+def test_other_signals_wait_for_no_answer(client: RecordedClient) -> None:
     signals = asked(signal.SIGTERM)
     pass_on(signals, client, "task 0")
     assert signals.asked_by is None
