@@ -31,12 +31,24 @@ Then the supervisor ends its processes and itself.
 """
 CONNECT_S = 1.0
 """Longest time to establish a connection, in seconds."""
+CONNECTS_IN_LEASE = 4
+"""Number of attempts to connect to a lost host that fit into a lease time, if that limits them to less than
+:data:`CONNECT_S`."""
 MOST_BEATS_BETWEEN_CALLS = 4
 """Longest pause between two attempts to connect, as a multiple of the time between two renewals.
 
 Without pauses, all supervisors could reconnect at once, and the server might authenticate none of them in time. Even
 the longest pause is well below a lease time.
 """
+
+
+def connect_s(lease_s: float) -> float:
+    """Return the longest time to establish a connection, in seconds.
+
+    An attempt to reach a host without power takes this long, and blocks the beats of a supervisor. If a few attempts
+    took a whole lease time, a new coordinator would count processes as lost whose supervisors still call the old one.
+    """
+    return min(CONNECT_S, lease_s / CONNECTS_IN_LEASE)
 
 
 @dataclass(slots=True)
@@ -255,7 +267,7 @@ class LeaseClient:
         called = known[self._calls % len(known)]
         self._calls += 1
         try:
-            connection = socket.create_connection(called, timeout=CONNECT_S)
+            connection = socket.create_connection(called, timeout=connect_s(self.lease_s))
         except OSError:
             return  # An older connection may still be open, and bring answers of the process that it ends at.
         if self._lines is not None and self._lines.is_open and self._replaced is None:
@@ -316,6 +328,10 @@ class LeaseClient:
                     self._take_in(answer)
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
             self.was_refused |= self._lines.is_open and not self._has_heard
+            if self._has_heard and self._called == self.address:
+                # A standby closes its connections when it becomes the coordinator. Another call of the coordinator
+                # before it, whose host may be lost, would cost much of the lease time.
+                self._calls = 0
             self._disconnect()
 
     def _take_in_values(self, answer: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from moevement_core.comms.signed_lines import Side, SignedLines
 from moevement_core.comms.signed_server import Caller, SignedServer
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous.lease_client import CONNECT_S
+from moevement_core.rendezvous.lease_client import connect_s
 from moevement_core.rendezvous.office import FIRST_TERM, Term
 from moevement_core.rendezvous.roster import STOP
 from moevement_core.rendezvous.status_page import boot_time_s
@@ -113,7 +113,7 @@ class Standby:
 
     def _call(self) -> None:
         try:
-            connection = socket.create_connection(self._coordinator, timeout=CONNECT_S)
+            connection = socket.create_connection(self._coordinator, timeout=connect_s(self.lease_s))
         except ConnectionRefusedError:
             self._is_refused = True
         except OSError:

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from moevement_core.comms.address import address_of
 from moevement_core.comms.token import Token
-from moevement_core.rendezvous.lease_client import LeaseClient
+from moevement_core.rendezvous.lease_client import CONNECT_S, LeaseClient, connect_s
 from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.office import Office, Term
 from moevement_core.rendezvous.roster import STOP
@@ -115,6 +116,37 @@ def test_the_standby_of_a_coordinator_that_is_killed_takes_over_with_all_values(
     assert job.standby.values.reports("members/joined") == {3: "card"}
     assert job.standby.term.number == 2
     assert sum(client.term == job.standby.term for client in job.clients) >= 2
+
+
+def test_supervisors_call_a_new_coordinator_before_the_one_that_it_replaced(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Close the standby's connections, as it does when it becomes the coordinator; calls of a lost host take time."""
+    job.lose()
+    job.until(lambda: all(client.term.number == 2 for client in job.clients))
+    called: list[tuple[str, int]] = []
+    connect = socket.create_connection
+
+    def noted(address: tuple[str, int], timeout: float) -> socket.socket:
+        called.append(address)
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
+    for client in job.clients:
+        assert client._called == client.address
+        client._calls = 1  # The next call would be to the old coordinator.
+    address = address_of(job.standby.term.owner)
+    job.standby.close()
+    listener = socket.create_server(address)
+    job.silent.add(job.standby)
+    job.until(lambda: len(called) >= len(job.clients))
+    listener.close()
+    assert called[: len(job.clients)] == [address] * len(job.clients)
+
+
+def test_an_attempt_to_connect_takes_a_part_of_a_short_lease() -> None:
+    assert connect_s(2.0) == 0.5
+    assert connect_s(60.0) == CONNECT_S
 
 
 def test_the_standby_of_a_coordinator_that_is_frozen_takes_over(job: Job) -> None:
