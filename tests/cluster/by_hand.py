@@ -13,7 +13,7 @@ from moevement_core.comms.token import Token
 from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
-from tests.cluster.machine import send, wait_until
+from tests.cluster.machine import wait_until
 from tests.cluster.training import PACED, PP2_EP2, RANKS, SPARSE, Training
 from tests.training import flags
 
@@ -45,13 +45,6 @@ class StartedByHand:
         """Return ``COMPLETED`` if the job has ended without an error, as Slurm does."""
         entry = self.entry()
         return "COMPLETED" if entry is not None and entry.code == 0 else f"not completed: {entry}"
-
-    def wind_down(self, cluster: Cluster) -> None:
-        """Ask one of the tasks to let the job save and end."""
-        for name, machine in cluster.machines.items():
-            for pid in machine.tasks() if name in cluster.names else ():
-                send(pid, signal.SIGUSR2)
-                return
 
     def printed(self, text: str) -> int:
         """Return how often the coordinators and the tasks have printed a text."""

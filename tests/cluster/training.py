@@ -15,7 +15,7 @@ from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import send, wait_until
 from tests.cluster.slurm import Job
 from tests.failure_free import failure_free_until
 from tests.launching import logs
@@ -97,6 +97,11 @@ class Training:
         self.job.cancel("--signal=USR1", "--batch")
         self.wait(timeout_s)
         return int(self.record.summary()["iterations"])
+
+    def wind_down(self) -> None:
+        """Ask a task on any node that is left to let the job save and end; unlike :meth:`end`, do not wait for it."""
+        pids = (pid for name in self.cluster.names for pid in self.cluster.machines[name].tasks())
+        send(next(pids), signal.SIGUSR2)
 
     def entry(self) -> JobEntry:
         """Return the content of ``job.json``."""
