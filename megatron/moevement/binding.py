@@ -357,6 +357,7 @@ class MegatronBinding(
     def leave_out(self, iterations: Collection[int]) -> None:
         args = self.live.args
         args.iterations_to_skip = sorted({*args.iterations_to_skip, *iterations})
+        self.ledger.forget_average()
 
     @override
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:

@@ -115,6 +115,10 @@ class Ledger:
             losses = _averaged(micro_batches)
             self.mean_losses = (iteration, {name: loss.cpu() for name, loss in losses.items()})
 
+    def forget_average(self) -> None:
+        """Forget the last :meth:`average`: the job rolls back, and may leave its iteration out."""
+        self.mean_losses = (0, {})
+
     def losses_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
         """Return the mean losses of ``iteration``; None if this rank has averaged those of another one, or none."""
         averaged, losses = self.mean_losses
