@@ -82,7 +82,10 @@ class BindingInterface(ABC):
 
     @cached_property
     def losses(self) -> dict[int, Mapping[str, Any]]:
-        """Losses by name, for each recent iteration. The trainer adds them in training and in a replay."""
+        """Losses by name, for each recent iteration. The trainer adds them in training and in a replay.
+
+        After the losses, the mapping may have ``grad_norm`` and ``learning_rate``, which go to the metrics, too.
+        """
         return {}
 
     # The rank and its state

@@ -207,7 +207,7 @@ class TorchBinding(
 
     @override
     def reduce(self) -> dict[str, Any]:
-        """Average gradients and losses over ranks; return the losses, and the gradients' norm if it is limited."""
+        """Average gradients and losses over ranks; return losses, learning rate, and the norm if it is limited."""
         world, squares = dist.get_world_size(), torch.zeros(())
         if self.iteration < FIRST_UPDATES or self._comparisons:
             self._comparisons = max(0, self._comparisons - 1)
@@ -242,7 +242,10 @@ class TorchBinding(
         ]).to(self._device)  # fmt: skip
         dist.all_reduce(sums)
         of_local, *of_losses = sums.tolist()
-        outcome = {"losses": {name: total / world for name, total in zip(losses, of_losses, strict=True)}}
+        outcome = {
+            "losses": {name: total / world for name, total in zip(losses, of_losses, strict=True)},
+            "learning_rate": float(next(self._groups())["lr"]),
+        }
         self._note_losses(self.iteration + 1, outcome)
         if self._clip_norm is None:
             return outcome
@@ -283,15 +286,29 @@ class TorchBinding(
                     if scale != 1.0:
                         parameter.grad.mul_(scale)
                     self._logged[id(parameter)].copy_(shard_of(parameter.grad).reshape(-1))
+        self._note_step(self.iteration + 1, outcome)
         self._step()
 
     def _note_losses(self, iteration: int, outcome: Mapping[str, Any]) -> None:
         self.losses[iteration] = {name: torch.tensor(loss) for name, loss in outcome["losses"].items()}
 
+    def _note_step(self, iteration: int, outcome: Mapping[str, Any]) -> None:
+        """Add the step's learning rate and norm of gradients to the losses, for the metrics."""
+        figures = {"grad_norm": outcome.get("norm"), "learning_rate": outcome.get("learning_rate")}
+        losses = self.losses.get(iteration, {})
+        self.losses[iteration] = {
+            **losses,
+            **{
+                name: torch.tensor(figure, dtype=torch.float64) for name, figure in figures.items()
+                if figure is not None and name not in losses  # A script's own loss may have this name.
+            },
+        }  # fmt: skip
+
     @override
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         if "losses" in outcome:  # A replacement that took over newer state has not computed them.
             self._note_losses(until, outcome)
+            self._note_step(until, outcome)
         self._comparisons = FIRST_UPDATES
 
     def _step(self) -> None:

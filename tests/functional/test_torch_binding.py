@@ -248,6 +248,9 @@ def test_experts_that_one_rank_holds_come_back(recovery: str, tmp_path: Path) ->
     (lost,) = recoveries(record)
     assert (lost["redone"] if recovery == "redo" else lost["replayed"]) > 0
     assert main(["verify", str(tmp_path / "free"), str(tmp_path / "killed")]) == 0
+    lines = list(record.metrics())
+    assert [line["learning_rate"] for line in lines] == [0.05 * 0.5 ** (number // 10) for number in range(40)]
+    assert all(line["grad_norm"] > 0 and line["loss"] == 2 * line["part"] for line in lines)
 
 
 @pytest.mark.parametrize("phase", ["step", "reduce", pytest.param("replicate", marks=pytest.mark.full)])
