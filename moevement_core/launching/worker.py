@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import os
@@ -79,6 +80,9 @@ class TrainerKind:
         # crash if it collected these objects.
         gc.collect()
         gc.freeze()  # Garbage collections in the ranks skip these objects, and so copy none of their pages.
+        # Triton 3.9 prints a report of two dozen lines if reference cycles stay until the launcher ends. Forked ranks
+        # end without exit handlers.
+        atexit.register(gc.unfreeze)
         return Program(run_forked, (self.run_rank, argv))
 
 
