@@ -95,8 +95,9 @@ def test_a_call_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     )
     environment = {**os.environ, gpu_bodies.FOLDER_ENV: str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment) as process:
-        _wait_until((tmp_path / "started").exists, process)
-        blocked = int((tmp_path / "started").read_text())
+        started = tmp_path / "started"
+        _wait_until(lambda: started.exists() and started.read_text(), process)
+        blocked = int(started.read_text())
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     _wait_until(lambda: not psutil.pid_exists(blocked) or psutil.Process(blocked).status() == psutil.STATUS_ZOMBIE)
