@@ -49,7 +49,7 @@ MEGATRON ?=
 TESTS ?= tests
 WITH = .venv$(addprefix .torch-,$(TORCH))
 
-test-with: ## run TESTS with another torch or Megatron-LM: make test-with TORCH=2.15.0 MEGATRON=CHECKOUT TESTS=tests/unit
+test-with: ## run TESTS with another torch or Megatron-LM: make test-with TORCH=2.13.0 MEGATRON=CHECKOUT TESTS=tests/unit
 	@VENV=$(WITH) scripts/bootstrap.sh
 	@$(if $(TORCH),$(WITH)/bin/uv pip install --quiet --python $(WITH)/bin/python torch==$(TORCH))
 	@$(WITH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --megatron=,$(MEGATRON)) $(TESTS)
