@@ -294,15 +294,13 @@ class TorchBinding(
 
     def _note_step(self, iteration: int, outcome: Mapping[str, Any]) -> None:
         """Add the step's learning rate and norm of gradients to the losses, for the metrics."""
-        figures = {"grad_norm": outcome.get("norm"), "learning_rate": outcome.get("learning_rate")}
-        losses = self.losses.get(iteration, {})
-        self.losses[iteration] = {
-            **losses,
-            **{
-                name: torch.tensor(figure, dtype=torch.float64) for name, figure in figures.items()
-                if figure is not None and name not in losses  # A script's own loss may have this name.
-            },
+        figures = {
+            name: torch.tensor(outcome[key], dtype=torch.float64)
+            for name, key in (("grad_norm", "norm"), ("learning_rate", "learning_rate")) if key in outcome
         }  # fmt: skip
+        losses = self.losses.get(iteration, {})
+        # Losses come first, and keep their values: a script's own loss may have one of these names.
+        self.losses[iteration] = {**losses, **figures, **losses}
 
     @override
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:

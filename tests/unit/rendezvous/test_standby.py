@@ -132,16 +132,16 @@ def test_supervisors_call_a_new_coordinator_before_the_one_that_it_replaced(
         return connect(address, timeout)
 
     monkeypatch.setattr(socket, "create_connection", noted)
-    for client in job.clients:
-        assert client._called == client.address
-        client._calls = 1  # The next call would be to the old coordinator.
     address = address_of(job.standby.term.owner)
     job.standby.close()
-    listener = socket.create_server(address)
-    job.silent.add(job.standby)
-    job.until(lambda: len(called) >= len(job.clients))
-    listener.close()
-    assert called[: len(job.clients)] == [address] * len(job.clients)
+    with socket.create_server(address):
+        for number, client in enumerate(job.clients, start=1):
+            assert client._called == client.address
+            client._calls = 1  # The next call would be to the old coordinator.
+            client._receive()  # The connection has ended.
+            while len(called) < number:
+                client.step((), {})
+    assert called == [address] * len(job.clients)
 
 
 def test_an_attempt_to_connect_takes_a_part_of_a_short_lease() -> None:
